@@ -1,0 +1,98 @@
+"""Every exception Pillarbox raises.
+
+    PillarboxError
+    ├── InvalidEvent            an event was refused before any SQL (also a ValueError)
+    │   └── PayloadTooLarge
+    ├── ConfigError             a bad option, file, URL or environment variable
+    ├── MissingExtra            an optional package is not installed (also an ImportError)
+    ├── LayoutError             a layout is unknown or misdeclared
+    │   └── Unsupported         a layout, database or sink cannot do what was asked
+    ├── SchemaError             a table is missing or is not what its layout declares
+    ├── TransactionError        the caller's transaction cannot take the statement
+    ├── ReceiptPending          a receipt was read before its flush
+    ├── UndecodableRow          a row's columns do not make an event
+    ├── StoreUnavailable        the database cannot be reached; nothing was changed
+    └── SinkUnavailable         a destination is down; no message is to blame
+
+A message says what failed, on which thing, with its value; what was expected; what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pillarbox.event import Outcome
+
+
+class PillarboxError(Exception):
+    """The root of everything raised on purpose."""
+
+
+class InvalidEvent(PillarboxError, ValueError):
+    """An event cannot be stored as given; nothing was written."""
+
+
+class PayloadTooLarge(InvalidEvent):
+    """A payload is above the outbox's limit."""
+
+
+class ConfigError(PillarboxError):
+    """An option, a file, a URL or an environment variable is not understood."""
+
+
+class MissingExtra(PillarboxError, ImportError):
+    """An adapter's package is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} support is not installed. Run: pip install 'pillarbox[{extra}]'")
+
+
+class LayoutError(PillarboxError):
+    """A layout is unknown or its declaration is inconsistent."""
+
+
+class Unsupported(LayoutError):
+    """A layout, database or sink cannot do what was asked."""
+
+
+class SchemaError(PillarboxError):
+    """A table is missing or differs from its layout."""
+
+
+class TransactionError(PillarboxError):
+    """The caller's transaction cannot take the statement."""
+
+
+class ReceiptPending(PillarboxError):
+    """A receipt was read before the flush that fills it."""
+
+
+class UndecodableRow(PillarboxError):
+    """A row's columns do not make an event."""
+
+
+class StoreUnavailable(PillarboxError):
+    """The database cannot be reached; what was not committed did not happen."""
+
+
+class SinkUnavailable(PillarboxError):
+    """A destination is down: its messages are released and their attempts stay untouched.
+
+    `after` is when the destination asked to be tried again, if it said so. `outcomes`, one for each claim of
+    the batch, is given when the destination went down in the middle of it: what was answered before is not
+    lost.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        after: timedelta | None = None,
+        outcomes: Sequence[Outcome] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.after = after
+        self.outcomes = outcomes

@@ -1,0 +1,162 @@
+"""The database's clock, and the column types every layout shares.
+
+`now()` is the start of the running statement, never of the transaction: a transaction that holds rows may be seconds
+old. Timestamps are UTC: with a zone on PostgreSQL, without on the others, where the column type adds it back.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql, postgresql
+from sqlalchemy.engine import Dialect
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import ColumnElement
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.types import TypeDecorator, TypeEngine
+
+
+class Timestamp(TypeDecorator[datetime]):
+    """An aware UTC datetime on every database, to the microsecond."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        if dialect.name in ("mysql", "mariadb"):
+            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
+        return dialect.type_descriptor(sa.DateTime(timezone=True))
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None or dialect.name == "postgresql":
+            return value
+        return value.astimezone(UTC).replace(tzinfo=None)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return value if value is None or value.tzinfo else value.replace(tzinfo=UTC)
+
+
+class UuidText(TypeDecorator[UUID]):
+    """A UUID: native on PostgreSQL, 36 characters elsewhere, so that people can read it."""
+
+    impl = sa.CHAR(36)
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        if dialect.name == "postgresql":
+            return dialect.type_descriptor(postgresql.UUID(as_uuid=True))
+        if dialect.name in ("mysql", "mariadb"):
+            return dialect.type_descriptor(mysql.CHAR(36, charset="ascii", collation="ascii_bin"))
+        return dialect.type_descriptor(sa.CHAR(36))
+
+    def process_bind_param(self, value: UUID | None, dialect: Dialect) -> Any:
+        return value if value is None or dialect.name == "postgresql" else str(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> UUID | None:
+        return value if value is None or isinstance(value, UUID) else UUID(value)
+
+
+def text_type(length: int) -> TypeEngine[str]:
+    """Text that compares byte by byte on every database: MySQL's default would take 'a' and 'A' for one key."""
+    binary = mysql.VARCHAR(length, charset="utf8mb4", collation="utf8mb4_bin")
+    return sa.String(length).with_variant(binary, "mysql", "mariadb")
+
+
+def long_text_type() -> TypeEngine[str]:
+    return sa.Text().with_variant(mysql.LONGTEXT(charset="utf8mb4", collation="utf8mb4_bin"), "mysql", "mariadb")
+
+
+def payload_type() -> TypeEngine[bytes]:
+    # LargeBinary alone is a BLOB of 64 KB there.
+    return sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
+
+
+def json_type() -> TypeEngine[Any]:
+    return sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
+
+
+def sequence_type() -> TypeEngine[int]:
+    # Only INTEGER PRIMARY KEY is SQLite's row number.
+    return sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+
+class now(ColumnElement[datetime]):  # noqa: N801 - reads as the SQL function it stands for
+    """The start of the running statement, by the database's clock."""
+
+    inherit_cache = True
+    type = Timestamp()
+
+
+class later(ColumnElement[datetime]):  # noqa: N801
+    """`now()` plus a number of seconds."""
+
+    inherit_cache = False
+    type = Timestamp()
+
+    def __init__(self, seconds: ColumnElement[float]) -> None:
+        self.seconds = seconds
+
+
+class seconds_until(ColumnElement[float]):  # noqa: N801
+    """How many seconds from `now()` to an instant; negative when it has passed."""
+
+    inherit_cache = False
+    type = sa.Float()
+
+    def __init__(self, instant: ColumnElement[Any]) -> None:
+        self.instant = instant
+
+
+@compiles(now, "postgresql")
+def _now_postgres(element: now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "statement_timestamp()"
+
+
+@compiles(now, "mysql")
+@compiles(now, "mariadb")
+def _now_mysql(element: now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "UTC_TIMESTAMP(6)"
+
+
+@compiles(now, "sqlite")
+def _now_sqlite(element: now, compiler: SQLCompiler, **kw: Any) -> str:
+    # The same text form in which SQLAlchemy stores a datetime, so that instants compare as text.
+    return "(strftime('%Y-%m-%d %H:%M:%f', 'now') || '000')"
+
+
+@compiles(later, "postgresql")
+def _later_postgres(element: later, compiler: SQLCompiler, **kw: Any) -> str:
+    seconds = compiler.process(element.seconds, **kw)
+    return f"(statement_timestamp() + CAST({seconds} AS DOUBLE PRECISION) * INTERVAL '1 second')"
+
+
+@compiles(later, "mysql")
+@compiles(later, "mariadb")
+def _later_mysql(element: later, compiler: SQLCompiler, **kw: Any) -> str:
+    seconds = compiler.process(element.seconds, **kw)
+    return f"(UTC_TIMESTAMP(6) + INTERVAL CAST(({seconds}) * 1000000 AS SIGNED) MICROSECOND)"
+
+
+@compiles(later, "sqlite")
+def _later_sqlite(element: later, compiler: SQLCompiler, **kw: Any) -> str:
+    seconds = compiler.process(element.seconds, **kw)
+    return f"(strftime('%Y-%m-%d %H:%M:%f', 'now', ({seconds}) || ' seconds') || '000')"
+
+
+@compiles(seconds_until, "postgresql")
+def _until_postgres(element: seconds_until, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"CAST(EXTRACT(EPOCH FROM {compiler.process(element.instant, **kw)} - statement_timestamp()) AS FLOAT8)"
+
+
+@compiles(seconds_until, "mysql")
+@compiles(seconds_until, "mariadb")
+def _until_mysql(element: seconds_until, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {compiler.process(element.instant, **kw)}) / 1e6)"
+
+
+@compiles(seconds_until, "sqlite")
+def _until_sqlite(element: seconds_until, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"((julianday({compiler.process(element.instant, **kw)}) - julianday('now')) * 86400.0)"

@@ -1,0 +1,289 @@
+"""Pillarbox's own layout.
+
+    put ─► ready ─► (held or leased) ─► deleted, or delivered when rows are retained
+             ▲            │
+             │            ├─► waiting ──┐  a failed try, until its time; blocks the later events of its key
+             ├────────────┼─────────────┘
+             │            └─► the dead table; parks its key, or lets it pass
+             ├── scheduled   put with a time; blocks nobody
+             └── blocked     behind an event of its key that is leased, waiting or parked
+
+Only ready rows are in the claim index, so that rows which wait for whatever reason cost a claim nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import declared_attr
+from sqlalchemy.sql import ColumnElement
+
+from pillarbox.event import EVENT_FIELDS, LIMITS
+from pillarbox.layouts.clock import (
+    Timestamp,
+    UuidText,
+    json_type,
+    later,
+    long_text_type,
+    now,
+    payload_type,
+    sequence_type,
+    text_type,
+)
+from pillarbox.layouts.layout import Counts, Delete, Feature, Layout, Lease, Move, Order, Update
+
+LANES: Final = 64
+"""Part of the schema: a table made with another number must be read and written with it."""
+
+# Written into the statements as literals: a bound value would not match the predicate of a partial index.
+READY: Final = sa.literal_column("0", sa.SmallInteger)
+LEASED: Final = sa.literal_column("1", sa.SmallInteger)
+WAITING: Final = sa.literal_column("2", sa.SmallInteger)
+BLOCKED: Final = sa.literal_column("3", sa.SmallInteger)
+SCHEDULED: Final = sa.literal_column("4", sa.SmallInteger)
+DELIVERED: Final = sa.literal_column("5", sa.SmallInteger)
+
+STATE_NAMES: Final = ("ready", "leased", "waiting", "blocked", "scheduled", "delivered")
+
+_COLUMN_OF: Final = MappingProxyType({name: name for name in EVENT_FIELDS if name != "delay"})
+
+
+def _event_columns() -> list[sa.Column[Any]]:
+    text = {name: text_type(length) for name, length in LIMITS.items()}
+    required = ("type", "topic", "content_type")
+    return [
+        sa.Column("id", UuidText(), nullable=False),
+        sa.Column("sink", text_type(100), nullable=False, server_default=""),
+        sa.Column("lane", sa.SmallInteger(), nullable=False),
+        *(sa.Column(name, type_, nullable=name not in required) for name, type_ in text.items()),
+        sa.Column("payload", payload_type(), nullable=False),
+        sa.Column("headers", json_type()),
+        sa.Column("due_at", Timestamp()),
+        sa.Column("max_attempts", sa.Integer()),
+        sa.Column("created_at", Timestamp(), nullable=False),
+        sa.Column("attempts", sa.Integer(), nullable=False, server_default="0"),
+        sa.Column("error", long_text_type()),
+    ]
+
+
+def outbox_columns(lanes: int = LANES) -> list[sa.Column[Any] | sa.CheckConstraint]:
+    return [
+        sa.Column("seq", sequence_type(), sa.Identity(always=False, cache=1), primary_key=True, autoincrement=True),
+        *_event_columns(),
+        sa.Column("state", sa.SmallInteger(), nullable=False, server_default="0"),
+        sa.Column("until_at", Timestamp()),
+        sa.Column("token", UuidText()),
+        sa.Column("delivered_at", Timestamp()),
+        # A writer that counts more lanes than the table was made with must fail, not write where nobody reads.
+        sa.CheckConstraint(f"lane >= 0 AND lane < {lanes}", name="lane_in_range"),
+    ]
+
+
+def dead_columns() -> list[sa.Column[Any]]:
+    return [
+        sa.Column("seq", sa.BigInteger(), primary_key=True, autoincrement=False),
+        *_event_columns(),
+        sa.Column("died_at", Timestamp(), nullable=False),
+        sa.Column("parks", sa.Boolean(), nullable=False),
+    ]
+
+
+def lanes_columns() -> list[sa.Column[Any]]:
+    return [
+        sa.Column("sink", text_type(100), primary_key=True),
+        sa.Column("lane", sa.SmallInteger(), primary_key=True, autoincrement=False),
+    ]
+
+
+def audit_columns() -> list[sa.Column[Any]]:
+    return [
+        sa.Column("number", sequence_type(), sa.Identity(always=False), primary_key=True, autoincrement=True),
+        sa.Column("at", Timestamp(), nullable=False),
+        sa.Column("actor", text_type(255), nullable=False),
+        sa.Column("action", text_type(50), nullable=False),
+        sa.Column("detail", json_type()),
+        sa.Column("events", sa.Integer(), nullable=False),
+    ]
+
+
+def _partial(condition: str) -> dict[str, Any]:
+    return {"postgresql_where": sa.text(condition), "sqlite_where": sa.text(condition)}
+
+
+def _outbox_indexes(table: str, c: Mapping[str, Any]) -> list[sa.Index]:
+    # MySQL and MariaDB ignore the conditions; the state in the second place does their work there.
+    return [
+        sa.Index(f"{table}_id", c["id"], c["sink"], unique=True),
+        sa.Index(f"{table}_dedup", c["dedup_key"], c["sink"], unique=True, **_partial("dedup_key IS NOT NULL")),
+        sa.Index(f"{table}_ready", c["sink"], c["state"], c["lane"], c["seq"], **_partial("state = 0")),
+        sa.Index(
+            f"{table}_key",
+            *(c["sink"], c["key"], c["state"], c["seq"]),
+            **_partial("key IS NOT NULL AND state IN (1, 2, 3)"),
+        ),
+        sa.Index(f"{table}_until", c["sink"], c["state"], c["until_at"], **_partial("state IN (1, 2, 4)")),
+        sa.Index(f"{table}_delivered", c["state"], c["delivered_at"], **_partial("state = 5")),
+    ]
+
+
+def _dead_indexes(table: str, c: Mapping[str, Any]) -> list[sa.Index]:
+    return [
+        sa.Index(f"{table}_id", c["id"], c["sink"], unique=True),
+        sa.Index(f"{table}_key", c["sink"], c["key"], c["parks"], **_partial("key IS NOT NULL")),
+        sa.Index(f"{table}_died", c["died_at"]),
+    ]
+
+
+def declare_with(lanes: int) -> Callable[[sa.MetaData, str, str | None], Mapping[str, sa.Table]]:
+    """A declaration of the tables for a number of lanes."""
+
+    def declare(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
+        options: dict[str, Any] = {"schema": schema, "sqlite_autoincrement": True}
+        outbox = sa.Table(table, metadata, *outbox_columns(lanes), **options)
+        dead = sa.Table(f"{table}_dead", metadata, *dead_columns(), schema=schema)
+        _outbox_indexes(table, outbox.c)
+        _dead_indexes(dead.name, dead.c)
+        return {
+            "outbox": outbox,
+            "dead": dead,
+            "lanes": sa.Table(f"{table}_lanes", metadata, *lanes_columns(), schema=schema),
+            "audit": sa.Table(f"{table}_audit", metadata, *audit_columns(), **options),
+        }
+
+    return declare
+
+
+class _Mixin:
+    """Columns for a subclass of the user's DeclarativeBase, which names the table and may add columns."""
+
+
+def _mixin(name: str, doc: str, columns: list[Any], indexes: Any = None, **options: Any) -> type[_Mixin]:
+    names = {column.name: column for column in columns if isinstance(column, sa.Column)}
+    constraints = [item for item in columns if not isinstance(item, sa.Column)]
+
+    @declared_attr.directive
+    def table_args(cls: Any) -> tuple[Any, ...]:
+        made = indexes(cls.__tablename__, {name: sa.text(name) for name in names}) if indexes else []
+        return (*(constraint.copy() for constraint in constraints), *made, options)
+
+    return type(name, (_Mixin,), {**names, "__table_args__": table_args, "__doc__": doc})
+
+
+OutboxMixin = _mixin(
+    "OutboxMixin", "The outbox table.", outbox_columns(), _outbox_indexes, sqlite_autoincrement=True
+)
+DeadMixin = _mixin("DeadMixin", "The dead-letter table.", dead_columns(), _dead_indexes)
+LanesMixin = _mixin("LanesMixin", "The latches for claiming.", lanes_columns())
+AuditMixin = _mixin("AuditMixin", "What operators did.", audit_columns(), sqlite_autoincrement=True)
+
+
+def _put(due: ColumnElement[Any] | None) -> dict[str, Any]:
+    if due is None:
+        return {"state": READY, "until_at": None, "due_at": None, "created_at": now()}
+    is_later = due > now()
+    return {
+        "state": sa.case((is_later, SCHEDULED), else_=READY),
+        "until_at": sa.case((is_later, due)),
+        "due_at": due,
+        "created_at": now(),
+    }
+
+
+def _free(**values: Any) -> dict[str, Any]:
+    return {"token": None, "until_at": None, **values}
+
+
+def pillarbox_layout(lanes: int = LANES) -> Layout:
+    """The layout for tables made with this number of lanes."""
+    return Layout(
+        name="pillarbox",
+        table="outbox",
+        declare=declare_with(lanes),
+        row="seq",
+        sink="sink",
+        lane="lane",
+        lanes=lanes,
+        fields=_COLUMN_OF,
+        put=_put,
+        attempts="attempts",
+        ready=lambda c: c.state == READY,
+        due=lambda c: c.until_at <= now(),
+        promote=Update(lambda c, given: _free(state=READY)),
+        until="until_at",
+        waits_for_time=lambda c: c.state.in_([WAITING, SCHEDULED]),
+        lease=Lease(
+            fence="token",
+            claim=lambda c, given: {
+                "state": LEASED,
+                "token": given.fence,
+                "until_at": later(given.delay),
+                "attempts": given.attempt,
+            },
+            renew=lambda c, given: {"until_at": later(given.delay)},
+            lapsed=lambda c: (c.state == LEASED) & (c.until_at <= now()),
+            lapse=Update(
+                lambda c, given: {
+                    "state": WAITING,
+                    "token": None,
+                    "until_at": later(given.delay),
+                    "error": given.error,
+                }
+            ),
+        ),
+        order=Order(
+            key="key",
+            in_flight=lambda c: c.state == LEASED,
+            blocking=lambda c: c.state == WAITING,
+            parking=lambda c: c.parks,
+            blocked=lambda c: c.state == BLOCKED,
+            block=Update(lambda c, given: {"state": BLOCKED}),
+            unblock=Update(lambda c, given: {"state": READY}),
+        ),
+        delivered=Delete(),
+        # The key for deduplication goes with the delivery: only live events have one.
+        kept=Update(
+            lambda c, given: _free(state=DELIVERED, delivered_at=now(), attempts=given.attempt, dedup_key=None)
+        ),
+        retry=Update(
+            lambda c, given: {
+                "state": WAITING,
+                "token": None,
+                "until_at": later(given.delay),
+                "attempts": given.attempt,
+                "error": given.error,
+            }
+        ),
+        dead=Move(
+            "dead",
+            lambda c, given: {
+                "died_at": now(),
+                "parks": given.parks,
+                "attempts": given.attempt,
+                "error": given.error,
+            },
+        ),
+        release=Update(lambda c, given: _free(state=READY, attempts=given.attempt - 1)),
+        redrive=Move("outbox", lambda c, given: {"state": READY, "attempts": 0, "error": None}),
+        replay=Update(lambda c, given: _free(state=READY, attempts=0, delivered_at=None)),
+        cancellable=lambda c: c.state.in_([READY, WAITING, BLOCKED, SCHEDULED]),
+        # A row that waits after a try goes on blocking its key.
+        reschedule=Update(
+            lambda c, given: {
+                "state": sa.case((c.state == WAITING, WAITING), else_=SCHEDULED),
+                "until_at": given.due,
+                "due_at": given.due,
+            }
+        ),
+        counts=Counts(
+            new=lambda c: (c.state == READY) & (c.attempts == 0),
+            retrying=lambda c: (c.state == WAITING) | ((c.state == READY) & (c.attempts > 0)),
+            held=lambda c: c.state == LEASED,
+            scheduled=lambda c: c.state == SCHEDULED,
+            blocked=lambda c: c.state == BLOCKED,
+            delivered=lambda c: c.state == DELIVERED,
+        ),
+        features=frozenset(Feature),
+    )

@@ -1,0 +1,436 @@
+"""The relay: claim, deliver, settle; the only loop.
+
+One event's way: `_claim` takes a batch from the store, by hold or by lease; `_deliver` hands it to the sink, renewing a
+lease meanwhile, judges what came back with the retry policy, and settles it. Several batches may be under way; the
+store sees to it that no key is in two of them.
+
+What happens when the process dies: before the claim commits, nothing was claimed. After it and before settlement a
+hold's rows are free at once, a lease's when it lapses, and their events are delivered again. Settlement is one
+transaction: it happened or it did not.
+
+A relay starts carefully: with leases, which count an attempt before the delivery, and with one event, then two, four,
+and so on; only then by hold, which counts nothing for a process that dies. So an event that kills its relay spends its
+attempts, and few others' with it. For the same reason a hold takes only events that were never tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import Literal, Self
+
+from pillarbox.breaker import Breaker
+from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreUnavailable, Unsupported
+from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
+from pillarbox.hooks import Hook
+from pillarbox.retry import Exponential, Failure, RetryPolicy, describe_error
+from pillarbox.sinks import Sink
+from pillarbox.sinks.order import release_successors
+from pillarbox.stores import Batch, Counts, Mode, Settlement, Store
+
+log = logging.getLogger("pillarbox.relay")
+
+HOLD_TIMEOUT = timedelta(seconds=5)
+FIRST_POLL = timedelta(milliseconds=20)
+SETTLE_TRIES_FIRST = 0.05
+HOUSEKEEPING = timedelta(minutes=1)
+
+
+class Relay:
+    """Delivers the events of one store to one sink.
+
+    `claim` is `hold`, `lease`, or `auto`: hold where the sink is quick and the store allows it. `in_flight` batches of
+    up to `batch_size` events are under way at once. `dead` says what a dead event does to its key: `park` lets the
+    later ones wait, `skip` lets them pass. `poll` bounds how long an idle relay sleeps between looks. `stop_timeout`
+    bounds how long `stop` waits for deliveries before it gives their claims back.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        sink: Sink,
+        *,
+        batch_size: int = 500,
+        in_flight: int = 2,
+        claim: Literal["auto", "hold", "lease"] = "auto",
+        lease: timedelta = timedelta(seconds=30),
+        retry: RetryPolicy | None = None,
+        dead: Literal["park", "skip"] = "park",
+        poll: timedelta = timedelta(seconds=1),
+        stop_timeout: timedelta = timedelta(seconds=10),
+        breaker: Breaker | None = None,
+        hook: Hook | None = None,
+    ) -> None:
+        if batch_size < 1 or in_flight < 1:
+            raise ConfigError(f"Relay: expected a positive batch_size and in_flight, got {batch_size} and {in_flight}")
+        if lease < timedelta(seconds=1):
+            raise ConfigError(f"Relay: expected a lease of at least a second, got {lease}")
+        if claim not in ("auto", "hold", "lease") or dead not in ("park", "skip"):
+            raise ConfigError(f"Relay: expected claim auto, hold or lease and dead park or skip, got {claim!r}, {dead!r}")
+        self.store = store
+        self.sink = sink
+        self.breaker = breaker or Breaker(sink.name)
+        self._batch_size = batch_size
+        self._in_flight = in_flight
+        self._claim_by = claim
+        self._lease = lease
+        self._retry = retry or Exponential()
+        self._parks = dead == "park"
+        self._poll = poll
+        self._stop_timeout = stop_timeout
+        self._hook = hook or Hook()
+        self._mode: Mode = "lease"
+        self._is_open = False
+        self._is_sink_open = False
+        self._stopping = asyncio.Event()
+        self._size = batch_size
+        self._use_lease_next = False
+        self._no_hold_before = 0.0
+        self._pause = FIRST_POLL
+        self._down_since: float | None = None
+
+    # -- what callers do --------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Connect the store; the sink connects when it is first needed, and may be down."""
+        if not self._is_open:
+            await self.store.open()
+            self._mode = self._choose_mode()
+            self._is_open = True
+
+    async def close(self) -> None:
+        """Disconnect store and sink."""
+        if self._is_sink_open:
+            self._is_sink_open = False
+            await self.sink.close()
+        if self._is_open:
+            self._is_open = False
+            await self.store.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def run_once(self) -> Settlement:
+        """Claim, deliver and settle one batch; a paused destination and an empty outbox settle nothing."""
+        await self.open()
+        if self.breaker.is_open:
+            return Settlement()
+        batch = await self._claim(is_prefetch=False)
+        return await self._deliver(batch) if batch.claims else Settlement()
+
+    async def drain(self) -> Counts:
+        """Deliver until nothing can be claimed now; returns what remains.
+
+        Raises `SinkUnavailable` or `StoreUnavailable` instead of waiting for one that is down.
+        """
+        await self.open()
+        self._size = 1
+        await self._loop(drains=True)
+        return await self.store.counts()
+
+    async def run(self) -> None:
+        """Deliver until `stop` is called; survives a store or a destination that is down for a while."""
+        await self._open_patiently()
+        self._size = 1
+        housekeeping = asyncio.create_task(self._keep_house(), name="pillarbox-housekeeping")
+        try:
+            await self._loop(drains=False)
+        finally:
+            housekeeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await housekeeping
+
+    def stop(self) -> None:
+        """Let `run` or `drain` end: claim nothing more, finish what is under way, give back what takes too long."""
+        self._stopping.set()
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    async def _loop(self, *, drains: bool) -> None:
+        tasks: set[asyncio.Task[Settlement]] = set()
+        try:
+            while not self._stopping.is_set():
+                for task in [task for task in tasks if task.done()]:
+                    tasks.discard(task)
+                    task.result()
+                if len(tasks) >= self._in_flight:
+                    await self._wait(tasks, None)
+                elif self.breaker.is_open or (self.breaker.is_probing and tasks):
+                    if drains and not tasks:
+                        raise SinkUnavailable(f"Sink {self.sink.name}: the destination is down; nothing more was sent")
+                    await self._wait(tasks, self.breaker.wait() or None)
+                elif not await self._advance(tasks, drains=drains):
+                    return
+        finally:
+            await self._finish(tasks)
+
+    async def _advance(self, tasks: set[asyncio.Task[Settlement]], *, drains: bool) -> bool:
+        """Claim one batch and start it, or wait for a reason to look again; false when a drain is done."""
+        try:
+            batch = await self._claim(is_prefetch=bool(tasks))
+        except StoreUnavailable as error:
+            if drains:
+                raise
+            await self._wait(tasks, self._store_is_down(error))
+            return True
+        self._store_is_up()
+        if batch.claims:
+            tasks.add(asyncio.create_task(self._deliver(batch), name="pillarbox-delivery"))
+            self._pause = FIRST_POLL
+        if batch.is_full or batch.has_tried:
+            return True
+        if tasks:
+            await self._wait(tasks, None if drains else self._poll.total_seconds(), wakes=not drains)
+            return True
+        if drains:
+            return await self._is_something_due()
+        await self._idle()
+        return True
+
+    async def _is_something_due(self) -> bool:
+        due = await self.store.next_due()
+        return due is not None and due <= timedelta(0)
+
+    async def _idle(self) -> None:
+        """Sleep until woken, until the next row is due, or for a while that grows with every look in vain."""
+        try:
+            due = await self.store.next_due()
+        except StoreUnavailable as error:
+            await self._wait(set(), self._store_is_down(error))
+            return
+        longest = self._poll if getattr(self.store, "is_notified", False) else min(self._pause, self._poll)
+        self._pause = min(self._poll, self._pause * 2)
+        timeout = longest if due is None else min(longest, due)
+        await self._wait(set(), timeout.total_seconds(), wakes=True)
+
+    async def _wait(
+        self, tasks: set[asyncio.Task[Settlement]], seconds: float | None, *, wakes: bool = False
+    ) -> None:
+        """Wait for a batch to end, for `stop`, for the time, and if asked for the store's wake-up."""
+        waiting: set[asyncio.Future[object]] = {asyncio.ensure_future(self._stopping.wait())}
+        if wakes:
+            timeout = timedelta(seconds=60 if seconds is None else seconds)
+            waiting.add(asyncio.ensure_future(self.store.wait(timeout)))
+        try:
+            await asyncio.wait({*tasks, *waiting}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for future in waiting:
+                future.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _finish(self, tasks: set[asyncio.Task[Settlement]]) -> None:
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=self._stop_timeout.total_seconds())
+        for task in late:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                log.error("A batch under way at the end failed: %s", result)
+
+    # -- claiming ---------------------------------------------------------------------------------------------------
+
+    def _choose_mode(self) -> Mode:
+        wanted = self._claim_by
+        if wanted == "auto":
+            return "hold" if self.sink.is_quick and "hold" in self.store.modes else "lease"
+        if wanted not in self.store.modes:
+            offered = ", ".join(sorted(self.store.modes))
+            raise Unsupported(f"Store {self.store.name}: cannot claim by {wanted}; it offers {offered}")
+        if wanted == "hold" and not self.sink.is_quick:
+            raise Unsupported(f"Sink {self.sink.name}: too slow to hold rows locked meanwhile; claim by lease")
+        return wanted
+
+    async def _claim(self, *, is_prefetch: bool) -> Batch:
+        limit = 1 if self.breaker.is_probing else self._size
+        holds = self._mode == "hold" and limit == self._batch_size and time.monotonic() >= self._no_hold_before
+        mode: Mode = "hold" if holds and not self._use_lease_next else "lease"
+        self._use_lease_next = False
+        batch = await self.store.claim(
+            limit, mode=mode, lease=self._lease, max_attempts=self._retry.max_attempts, is_prefetch=is_prefetch
+        )
+        self._use_lease_next = batch.has_tried
+        if batch.claims:
+            self._hook.claimed(batch)
+        return batch
+
+    # -- delivering -------------------------------------------------------------------------------------------------
+
+    async def _deliver(self, batch: Batch) -> Settlement:
+        try:
+            if batch.mode == "hold":
+                outcomes = await self._send_in_time(batch)
+            else:
+                outcomes = await self._send_renewing(batch)
+            judged = self._judge(batch.claims, outcomes)
+            settlement = await self._settle(batch, judged)
+        except TimeoutError:
+            await batch.abandon()
+            self._no_hold_before = time.monotonic() + HOUSEKEEPING.total_seconds()
+            log.warning("Sink %s: slower than %s, claiming by lease for a while.", self.sink.name, HOLD_TIMEOUT)
+            return Settlement(released=len(batch.claims))
+        except BaseException:
+            await batch.abandon()
+            raise
+        self._size = min(self._batch_size, self._size * 2)
+        self._hook.settled(batch, judged, settlement)
+        return settlement
+
+    async def _send_in_time(self, batch: Batch) -> Sequence[Outcome]:
+        async with asyncio.timeout(HOLD_TIMEOUT.total_seconds()):
+            return await self._send(batch.claims)
+
+    async def _send_renewing(self, batch: Batch) -> Sequence[Outcome]:
+        renewing = asyncio.create_task(self._renew(batch), name="pillarbox-renewal")
+        try:
+            return await self._send(batch.claims)
+        finally:
+            renewing.cancel()
+            with suppress(asyncio.CancelledError):
+                await renewing
+
+    async def _renew(self, batch: Batch) -> None:
+        pause = self._lease.total_seconds() / 3
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                lost = await batch.renew(self._lease)
+            except StoreUnavailable as error:
+                log.warning("Could not renew %d claims: %s", len(batch.claims), error)
+                continue
+            if lost:
+                self._hook.lost(lost)
+                log.warning("Lost %d of %d claims: their lease lapsed before it was renewed.", len(lost), len(batch.claims))
+
+    async def _send(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        """One outcome a claim; a destination that is down releases what it did not take."""
+        good = [claim for claim in claims if claim.defect is None]
+        try:
+            if not self._is_sink_open:
+                await self.sink.open()
+                self._is_sink_open = True
+            outcomes = await self._send_good(good)
+            self.breaker.succeeded()
+        except SinkUnavailable as error:
+            self.breaker.failed(error.after, reason=str(error))
+            self._hook.paused(self.sink.name, str(error))
+            outcomes = error.outcomes if error.outcomes is not None else [RELEASED] * len(good)
+        if len(good) == len(claims):
+            return outcomes
+        results = iter(outcomes)
+        return [next(results) if claim.defect is None else Dead(claim.defect) for claim in claims]
+
+    async def _send_good(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        if not claims:
+            return []
+        try:
+            outcomes = await self.sink.deliver(claims)
+            if len(outcomes) != len(claims):
+                raise PillarboxError(
+                    f"Sink {self.sink.name}: expected {len(claims)} outcomes, one a claim, got {len(outcomes)}"
+                )
+            return outcomes
+        except (SinkUnavailable, TimeoutError):
+            raise
+        except Exception as error:
+            if len(claims) == 1:
+                return [Retry(describe_error(error), cause=error)]
+            log.exception("Sink %s failed on a batch of %d; sending one by one.", self.sink.name, len(claims))
+        return await self._send_one_by_one(claims)
+
+    async def _send_one_by_one(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = []
+        stopped: set[str] = set()
+        for claim in claims:
+            key = claim.event.key
+            if key is not None and key in stopped:
+                outcomes.append(RELEASED)
+                continue
+            try:
+                outcomes.extend(await self._send_good([claim]))
+            except SinkUnavailable as error:
+                known = [*outcomes, *(error.outcomes or [])]
+                error.outcomes = [*known, *[RELEASED] * (len(claims) - len(known))]
+                raise
+            if key is not None and outcomes[-1] != DELIVERED:
+                stopped.add(key)
+        return outcomes
+
+    def _judge(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> list[Outcome]:
+        if all(type(outcome) is Delivered for outcome in outcomes):
+            return list(outcomes)
+        ordered = release_successors(claims, outcomes)
+        return [
+            self._decide(claim, outcome) if isinstance(outcome, Retry) else outcome
+            for claim, outcome in zip(claims, ordered, strict=True)
+        ]
+
+    def _decide(self, claim: Claim, retry: Retry) -> Outcome:
+        put_at = claim.event.created_at
+        age = None if put_at is None else datetime.now(UTC) - put_at
+        failure = Failure(claim.attempt, retry.error, retry.cause, age, claim.event.max_attempts)
+        delay = self._retry.next_delay(failure)
+        if delay is None:
+            return Dead(retry.error)
+        return Retry(retry.error, delay if retry.after is None else retry.after, retry.cause)
+
+    async def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> Settlement:
+        """Settle; a lease is worth several tries, because what was delivered would else be delivered again."""
+        deadline = time.monotonic() + self._lease.total_seconds()
+        pause = SETTLE_TRIES_FIRST
+        while True:
+            try:
+                settlement = await batch.settle(outcomes, park=self._parks)
+            except StoreUnavailable as error:
+                if batch.mode == "hold" or time.monotonic() + pause > deadline or self._stopping.is_set():
+                    log.warning("Could not settle %d events, they will be sent again: %s", len(outcomes), error)
+                    await batch.abandon()
+                    return Settlement(lost=len(outcomes))
+                await asyncio.sleep(pause)
+                pause = min(2.0, pause * 2)
+                continue
+            if settlement.lost:
+                log.warning("%d claims had lapsed before they were settled; others have them.", settlement.lost)
+            return settlement
+
+    # -- a store that is down, and what is done now and then --------------------------------------------------------
+
+    async def _open_patiently(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                await self.open()
+                return
+            except StoreUnavailable as error:
+                await self._wait(set(), self._store_is_down(error))
+
+    def _store_is_down(self, error: StoreUnavailable) -> float:
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            log.warning("The store is down, trying again until it is back: %s", error)
+        return min(5.0, max(0.1, (time.monotonic() - self._down_since) / 2))
+
+    def _store_is_up(self) -> None:
+        if self._down_since is not None:
+            log.info("The store is back after %.1f s.", time.monotonic() - self._down_since)
+            self._down_since = None
+
+    async def _keep_house(self) -> None:
+        retention: timedelta | None = getattr(self.store, "retention", None)
+        while retention is not None:
+            try:
+                await self.store.prune(delivered_age=retention)
+            except StoreUnavailable as error:
+                log.debug("Could not prune: %s", error)
+            await asyncio.sleep(HOUSEKEEPING.total_seconds())

@@ -1,0 +1,103 @@
+"""Where events go: the Sink port and the registry of sinks by URL scheme.
+
+Another package adds a scheme with an entry point in the group `pillarbox.sinks`: its name is the scheme, its
+object takes a `SinkUrl` and returns a `Sink`. An adapter is imported when a URL asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, Protocol
+
+from pillarbox.errors import ConfigError, PillarboxError
+from pillarbox.event import Claim, Outcome
+from pillarbox.sinks.url import SinkUrl, mask_url, parse_sink_url
+
+ENTRY_POINTS: Final = "pillarbox.sinks"
+
+
+class Sink(Protocol):
+    """Takes a batch of claims and returns one outcome for each, in the same order.
+
+    An implementer's obligations:
+    - `Delivered` means that the destination acknowledged the event; a crash before that delivers it again.
+    - Claims of one key arrive in order and are delivered in order; after a failure, the later claims of that
+      key in the batch are `Released`, never delivered.
+    - An answer about one message becomes that message's outcome; a destination that is down raises
+      `SinkUnavailable` and blames no message. When it goes down in the middle of a batch, the exception
+      carries the `outcomes`: those already won, and `Released` for the rest.
+    - `deliver` may be called again while an earlier call runs, with claims of other keys.
+    - Cancellation is passed on; `close` flushes and may be called twice.
+    """
+
+    name: str
+    """What errors, logs and status call this destination; never contains a secret."""
+
+    is_quick: bool
+    """Whether an acknowledgement takes milliseconds, so that a claim may hold its rows locked meanwhile."""
+
+    async def open(self) -> None:
+        """Connect; raises `SinkUnavailable` when the destination cannot be reached now."""
+
+    async def check(self) -> None:
+        """Raise `SinkUnavailable` unless the destination can take events now."""
+
+    async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        """Deliver the claims."""
+
+    async def close(self) -> None:
+        """Flush and disconnect."""
+
+
+_OWN: Final = {
+    "null": "pillarbox.sinks.null:NullSink.from_url",
+    "stdout": "pillarbox.sinks.stdout:StdoutSink.from_url",
+    "file": "pillarbox.sinks.file:FileSink.from_url",
+}
+
+
+def open_sink(url: str, *, name: str | None = None, **options: Any) -> Sink:
+    """Make the sink a URL names, not yet connected: the relay calls its `open`.
+
+    `name` is what errors, logs and status call it, the URL without its secrets when not given. Options are
+    those of the URL's query and those given here; an unknown one is refused.
+    """
+    parsed = parse_sink_url(url, name=name, options=options)
+    factory: Callable[[SinkUrl], Sink] = _load_factory(parsed)
+    return factory(parsed)
+
+
+def list_schemes() -> list[str]:
+    """Return the URL schemes there is a sink for: ours first, then those of other packages."""
+    return [*_OWN, *sorted({point.name for point in entry_points(group=ENTRY_POINTS)} - _OWN.keys())]
+
+
+def _load_factory(url: SinkUrl) -> Any:
+    if url.scheme in _OWN:
+        return EntryPoint(url.scheme, _OWN[url.scheme], ENTRY_POINTS).load()
+    points = {point.value: point for point in entry_points(group=ENTRY_POINTS, name=url.scheme)}
+    if not points:
+        schemes = list_schemes()
+        near = get_close_matches(url.scheme, schemes, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        expected = f"{', '.join(schemes[:-1])} or {schemes[-1]}"
+        raise ConfigError(
+            f"Sink {url.name!r}: expected a url with scheme {expected}; got {mask_url(url.text)!r}{hint}"
+        )
+    if len(points) > 1:
+        raise ConfigError(
+            f"Sink {url.name!r}: scheme {url.scheme!r} belongs to several packages "
+            f"({', '.join(sorted(points))}); uninstall all but one"
+        )
+    point = next(iter(points.values()))
+    try:
+        return point.load()
+    except PillarboxError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"Sink {url.name!r}: the adapter {point.value!r} of scheme {url.scheme!r} cannot be loaded: "
+            f"{error}"
+        ) from error

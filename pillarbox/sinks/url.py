@@ -1,0 +1,103 @@
+"""Reading a sink's URL, and hiding its secrets in everything that is shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pillarbox.errors import ConfigError
+
+MASK: Final = "***"
+
+# Up to the last @ of the whole text: a password that should have been escaped may contain /, ? or another @.
+_CREDENTIALS: Final = re.compile(r"^([^:/?#@]*:(?://)?)([^:@]*)(.*)@", re.DOTALL)
+_SECRET_OPTION: Final = re.compile(
+    r"([?&][^=&#]*(?:pass|pwd|secret|token|key|credential|auth|sign?ature|sig)[^=&#]*=)[^&#]*", re.IGNORECASE
+)
+
+
+def mask_url(url: str) -> str:
+    """Return the URL as it may be shown: without passwords, tokens and other secrets."""
+
+    def hide(match: re.Match[str]) -> str:
+        scheme, user, password = match.groups()
+        return f"{scheme}{user}:{MASK}@" if password else f"{scheme}{MASK}@"
+
+    return _SECRET_OPTION.sub(rf"\1{MASK}", _CREDENTIALS.sub(hide, url))
+
+
+@dataclass(frozen=True, slots=True)
+class SinkUrl:
+    """A sink's URL taken apart, as an adapter's factory receives it.
+
+    `text` is the whole URL with its secrets; `location` is what stands between scheme and options, decoded.
+    `options` are those of the query (texts) and those given beside the URL.
+    """
+
+    text: str = field(repr=False)
+    name: str
+    scheme: str
+    location: str = field(repr=False)
+    options: Mapping[str, Any] = field(repr=False)
+
+    def refuse_location(self) -> None:
+        """Raise `ConfigError` when anything follows the scheme, for a sink that needs nothing."""
+        if self.location:
+            raise ConfigError(
+                f"Sink {self.name!r}: expected '{self.scheme}:' alone, got {mask_url(self.text)!r}"
+            )
+
+    def refuse_options(self, *known: str) -> None:
+        """Raise `ConfigError` when an option is none of those `known`."""
+        for option in self.options:
+            if option in known:
+                continue
+            near = get_close_matches(option, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            takes = f"takes the options {', '.join(known)}" if known else "takes no options"
+            raise ConfigError(
+                f"Sink {self.name!r}: unknown option {option!r}; scheme {self.scheme!r} {takes}.{hint}"
+            )
+
+
+def parse_sink_url(url: object, *, name: str | None, options: Mapping[str, Any]) -> SinkUrl:
+    """Take a sink's URL apart; `name` is what errors call the sink, the masked URL when not given."""
+    if not isinstance(url, str):
+        what = f"Sink {name!r}" if name else "Sink"
+        raise ConfigError(f"{what}: expected a url, got {url!r}")
+    shown = mask_url(url)
+    what = f"Sink {name or shown!r}"
+    if not url.isprintable() or url != url.strip():
+        raise ConfigError(
+            f"{what}: expected a url without control characters and outer blanks, got {shown!r}"
+        )
+    try:
+        parts = urlsplit(url)
+        given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as error:
+        # The parser's own message may quote the part of the URL that holds the password.
+        raise ConfigError(
+            f"{what}: the url {shown!r} cannot be read; escape special characters with %"
+        ) from error
+    if parts.fragment:
+        raise ConfigError(f"{what}: expected a url without a fragment, got {shown!r}; write '#' as '%23'")
+    merged: dict[str, Any] = {}
+    for option, value in (*given, *options.items()):
+        if option in merged:
+            raise ConfigError(
+                f"{what}: option {option!r} is given twice; give it in the url or beside it, once"
+            )
+        merged[option] = value
+    authority = f"//{parts.netloc}" if parts.netloc else ""
+    return SinkUrl(
+        text=url,
+        name=name or shown,
+        scheme=parts.scheme,
+        location=unquote(authority + parts.path),
+        options=MappingProxyType(merged),
+    )

@@ -1,0 +1,210 @@
+"""Pick: read the candidates of latched lanes, judge them, lock those that passed, and load them as claims.
+
+Each row of a pick is (row, key, is_blocked, lane, locked row or None, attempts, event fields …), in order. The
+judgements are scalar sub-selects with LIMIT 1: a planner cannot turn those into a scan of the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+from uuid import UUID
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.sql.elements import ColumnElement
+
+from pillarbox.codec import decode_json
+from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, load_event
+from pillarbox.layouts.layout import Layout
+from pillarbox.stores.dialect import is_mysql
+
+Pick = Callable[[sa.Connection, Sequence[int], int, int], Sequence[Any]]
+FIRST_FIELD = 6
+
+
+def build_pick(layout: Layout, tables: Mapping[str, sa.Table], *, dialect: str, sink: str) -> Pick:
+    """The pick for a database: `pick(connection, lanes, rows a lane, rows in all)`."""
+    if dialect == "postgresql":
+        return _build_postgres(layout, tables, sink)
+    return _build_portable(layout, tables, sink, locks=is_mysql(dialect))
+
+
+def _fields(layout: Layout, table: Any) -> list[ColumnElement[Any]]:
+    # Raw values: one that does not decode must spoil its own row only.
+    return [
+        sa.type_coerce(table.c[layout.fields[name]], sa.types.NullType()).label(f"field_{name}")
+        if name in layout.fields
+        else sa.null().label(f"field_{name}")
+        for name in EVENT_FIELDS
+    ]
+
+
+def _is_blocked(layout: Layout, tables: Mapping[str, sa.Table], sink: str, row: Any, key: Any) -> ColumnElement[bool]:
+    order = layout.order
+
+    def first(name: str, condition: Any, *, earlier: bool) -> Any:
+        table = tables[name].alias()
+        query = sa.select(sa.literal_column("1")).where(
+            table.c[layout.sink] == sink, table.c[order.key] == key, condition(table.c)
+        )
+        if earlier:
+            query = query.where(table.c[layout.row] < row)
+        return query.limit(1).scalar_subquery()
+
+    found = sa.func.coalesce(
+        first("outbox", order.in_flight, earlier=False),
+        first("outbox", order.blocking, earlier=True),
+        first("dead", order.parking, earlier=True),
+    )
+    return sa.case((key.is_(None), sa.false()), else_=found.is_not(None))
+
+
+def _build_postgres(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> Pick:
+    outbox = tables["outbox"]
+    row, key, lane = outbox.c[layout.row], outbox.c[layout.order.key], outbox.c[layout.lane]
+    lanes = (
+        sa.func.unnest(sa.bindparam("lanes", type_=postgresql.ARRAY(sa.SmallInteger)))
+        .table_valued(sa.column("lane", sa.SmallInteger), name="latched")
+        .render_derived()
+    )
+    head = (
+        sa.select(row.label("row"), key.label("key"), lane.label("lane"))
+        .where(outbox.c[layout.sink] == sink, lane == lanes.c.lane, layout.ready(outbox.c))
+        .order_by(row)
+        .limit(sa.bindparam("depth", type_=sa.Integer))
+        .lateral("head")
+    )
+    candidates = (
+        sa.select(head.c.row, head.c.key, head.c.lane)
+        .select_from(lanes.join(head, sa.true()))
+        .order_by(head.c.row)
+        .limit(sa.bindparam("limit", type_=sa.Integer))
+        .cte("candidates")
+        .prefix_with("MATERIALIZED")
+    )
+    blocked = _is_blocked(layout, tables, sink, candidates.c.row, candidates.c.key)
+    judged = (
+        sa.select(candidates.c.row, candidates.c.key, candidates.c.lane, blocked.label("is_blocked"))
+        .cte("judged")
+        .prefix_with("MATERIALIZED")
+    )
+    passed = sa.select(judged.c.row).where(sa.not_(judged.c.is_blocked))
+    locked = (
+        sa.select(row.label("row"), outbox.c[layout.attempts].label("attempts"), *_fields(layout, outbox))
+        .where(row.in_(passed), layout.ready(outbox.c))
+        .with_for_update(skip_locked=True)
+        .subquery("locked")
+    )
+    query = (
+        sa.select(judged.c.row, judged.c.key, judged.c.is_blocked, judged.c.lane, *locked.c)
+        .select_from(judged.outerjoin(locked, judged.c.row == locked.c.row))
+        .order_by(judged.c.row)
+    )
+
+    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int) -> Sequence[Any]:
+        return db.execute(query, {"lanes": list(lanes), "depth": depth, "limit": limit}).all()
+
+    return pick
+
+
+def _build_portable(layout: Layout, tables: Mapping[str, sa.Table], sink: str, *, locks: bool) -> Pick:
+    outbox = tables["outbox"]
+    row, key, lane = outbox.c[layout.row], outbox.c[layout.order.key], outbox.c[layout.lane]
+    picks: dict[int, sa.Select[Any]] = {}
+
+    def head(number: int) -> Any:
+        # Neither MariaDB nor SQLite has LATERAL: one branch a lane.
+        chosen = (
+            sa.select(row.label("row"), key.label("key"), lane.label("lane"))
+            .where(outbox.c[layout.sink] == sink, lane == sa.bindparam(f"lane_{number}"), layout.ready(outbox.c))
+            .order_by(row)
+            .limit(sa.bindparam("depth"))
+            .subquery(f"head_{number}")
+        )
+        return sa.select(chosen)
+
+    def judged(count: int) -> sa.Select[Any]:
+        if count not in picks:
+            heads = sa.union_all(*(head(number) for number in range(count))).subquery("heads")
+            candidates = (
+                sa.select(heads.c.row, heads.c.key, heads.c.lane)
+                .order_by(heads.c.row)
+                .limit(sa.bindparam("limit"))
+                .subquery("candidates")
+            )
+            blocked = _is_blocked(layout, tables, sink, candidates.c.row, candidates.c.key)
+            picks[count] = sa.select(
+                candidates.c.row, candidates.c.key, blocked.label("is_blocked"), candidates.c.lane
+            ).order_by(candidates.c.row)
+        return picks[count]
+
+    wanted = sa.select(row, outbox.c[layout.attempts], *_fields(layout, outbox)).where(
+        row.in_(sa.bindparam("rows", expanding=True)), layout.ready(outbox.c)
+    )
+    if locks:
+        wanted = wanted.with_for_update(skip_locked=True)
+    nothing = (None,) * (len(EVENT_FIELDS) + 2)
+
+    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int) -> Sequence[Any]:
+        params = {f"lane_{number}": lane for number, lane in enumerate(lanes)}
+        candidates = db.execute(judged(len(lanes)), {**params, "depth": depth, "limit": limit}).all()
+        passed = [found[0] for found in candidates if not found[2]]
+        locked = {found[0]: found for found in db.execute(wanted, {"rows": passed})} if passed else {}
+        return [(*found, *locked.get(found[0], nothing)) for found in candidates]
+
+    return pick
+
+
+def _decode_headers(value: Any) -> Mapping[str, Any]:
+    headers = decode_json(value) if isinstance(value, str | bytes) else value
+    if not headers:
+        return NO_HEADERS
+    if not isinstance(headers, dict):
+        raise ValueError(f"headers are not a JSON object: {value!r}")
+    return MappingProxyType(headers)
+
+
+def _decode_time(value: Any) -> datetime:
+    moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+class Loader:
+    """Makes claims from the rows of a pick."""
+
+    def __init__(self, layout: Layout, dialect: str) -> None:
+        is_postgres = dialect == "postgresql"
+        decoders: dict[str, Callable[[Any], Any]] = {"headers": _decode_headers}
+        if not is_postgres:
+            decoders |= {"id": UUID, "due_at": _decode_time, "created_at": _decode_time}
+        self._decoders = [(EVENT_FIELDS.index(name), decode) for name, decode in decoders.items()]
+        self._headers = EVENT_FIELDS.index("headers")
+
+    def load(self, row: Sequence[Any]) -> Claim:
+        """A claim for a picked row; a row that does not decode makes a claim that says so."""
+        values = list(row[FIRST_FIELD:])
+        try:
+            event = load_event(*self._decode(values))
+        except (ValueError, TypeError, AttributeError) as error:
+            return Claim(row[4], load_event(*_salvage(values)), row[5] + 1, defect=f"Row {row[4]}: {error}")
+        return Claim(row[4], event, row[5] + 1)
+
+    def _decode(self, values: list[Any]) -> list[Any]:
+        for index, decode in self._decoders:
+            value = values[index]
+            if value is not None:
+                values[index] = decode(value)
+        if values[self._headers] is None:
+            values[self._headers] = NO_HEADERS
+        return values
+
+
+def _salvage(values: list[Any]) -> list[Any]:
+    good = dict(zip(EVENT_FIELDS, values, strict=True))
+    return [
+        *(UUID(int=0), str(good["type"]), str(good["topic"]), good["key"], bytes(good["payload"] or b""), BYTES),
+        *(NO_HEADERS, *(None for _ in EVENT_FIELDS[7:])),
+    ]

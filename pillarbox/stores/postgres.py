@@ -1,0 +1,149 @@
+"""PostgreSQL.
+
+Direct connections use asyncpg. Behind a pooler in transaction mode, found out by itself, the store uses psycopg
+without prepared statements, offers no hold, and polls: what a session sets or listens to does not stay with it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from pillarbox.errors import MissingExtra, StoreUnavailable
+from pillarbox.stores import Mode
+from pillarbox.stores.server import HOLD_DEADLINE, AsyncSqlStore
+from pillarbox.stores.sql import T, Work
+from pillarbox.wakeup import PostgresListener, channel_name
+
+log = logging.getLogger("pillarbox.store")
+
+
+class PostgresStore(AsyncSqlStore):
+    """The relay's side of an outbox in PostgreSQL.
+
+    `pooler` says whether a pooler stands between; by default the store finds out. `listen_url` is a direct connection
+    for notifications when the store's own goes through a pooler.
+    """
+
+    dialect = "postgresql"
+    modes: frozenset[Mode] = frozenset({"hold", "lease"})
+
+    def __init__(
+        self,
+        url: sa.URL,
+        *args: Any,
+        pooler: bool | None = None,
+        hold_behind_pooler: bool = False,
+        notify: bool = True,
+        listen_url: str | None = None,
+        **options: Any,
+    ) -> None:
+        try:
+            import asyncpg  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra("PostgreSQL", "postgres") from error
+        super().__init__(url, *args, **options)
+        self.is_pooled = pooler
+        self._hold_behind_pooler = hold_behind_pooler
+        self._listen_url = sa.make_url(listen_url) if listen_url else None
+        self._wants_notify = notify
+        self._listener: PostgresListener | None = None
+        self._connected: AsyncEngine | None = None
+
+    @property
+    def _engine(self) -> AsyncEngine:  # type: ignore[override]
+        if self._connected is None:
+            raise StoreUnavailable(f"Store {self.name}: it is not open; call open() first")
+        return self._connected
+
+    async def open(self) -> None:
+        await self._connect()
+        await super().open()
+        url = self._listen_url or (None if self.is_pooled else self.url)
+        if self._wants_notify and url is not None:
+            self._listener = PostgresListener(url, channel_name(self.tables["outbox"]))
+            await self._listener.start()
+
+    async def _connect(self) -> None:
+        if self._connected is not None:
+            return
+        if self.is_pooled is None:
+            self.is_pooled = await is_pooled(self.url, self.name)
+        if self.is_pooled:
+            if not self._hold_behind_pooler:
+                self.modes = frozenset({"lease"})
+            self._connected = pooled_engine(self.url)
+        else:
+            self._connected = direct_engine(self.url)
+
+    async def _transact(self, work: Work[T], *, writes: bool) -> T:
+        await self._connect()
+        return await super()._transact(work, writes=writes)
+
+    async def _begin_hold(self, connection: AsyncConnection) -> None:
+        # statement_timeout does not bound a hold: between its statements the transaction is idle.
+        milliseconds = int(HOLD_DEADLINE.total_seconds() * 1000) + 1000
+        await connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}")
+
+    async def wait(self, timeout: timedelta) -> bool:
+        if self._listener is not None and self._listener.is_listening:
+            return await self._listener.wait(timeout)
+        await asyncio.sleep(timeout.total_seconds())
+        return False
+
+    @property
+    def is_notified(self) -> bool:
+        return self._listener is not None and self._listener.is_listening
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.stop()
+        if self._connected is not None:
+            await self._connected.dispose()
+            self._connected = None
+
+
+def direct_engine(url: sa.URL) -> AsyncEngine:
+    return create_async_engine(
+        url.set(drivername="postgresql+asyncpg"),
+        isolation_level="READ COMMITTED",
+        json_deserializer=orjson.loads,
+        pool_size=10,
+        connect_args={"server_settings": {"application_name": "pillarbox", "jit": "off"}},
+    )
+
+
+def pooled_engine(url: sa.URL) -> AsyncEngine:
+    try:
+        import psycopg  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("PostgreSQL behind a pooler", "postgres") from error
+    # The pooler pools; a second pool here would keep its clients idle.
+    return create_async_engine(
+        url.set(drivername="postgresql+psycopg"),
+        json_deserializer=orjson.loads,
+        poolclass=NullPool,
+        connect_args={"prepare_threshold": None},
+    )
+
+
+async def is_pooled(url: sa.URL, name: str) -> bool:
+    """Whether a pooler answers at a URL: it gives its clients another process number than the server's."""
+    import asyncpg
+
+    dsn = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    try:
+        connection = await asyncpg.connect(dsn, statement_cache_size=0, timeout=10)
+    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
+        raise StoreUnavailable(f"Store {name}: {error or type(error).__name__}") from error
+    try:
+        return bool(await connection.fetchval("SELECT pg_backend_pid()") != connection.get_server_pid())
+    finally:
+        await connection.close()

@@ -1,0 +1,114 @@
+"""What the stores on database servers share: an asynchronous engine, and holding rows by locks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from pillarbox.errors import StoreUnavailable
+from pillarbox.event import Claim, Outcome
+from pillarbox.stores import Mode, Settlement
+from pillarbox.stores.sql import SqlStore, T, Work, translate
+from pillarbox.stores.transitions import Taken
+
+log = logging.getLogger("pillarbox.store")
+
+HOLD_DEADLINE = timedelta(seconds=5)
+
+
+class HoldBatch:
+    """Claims held by row locks in an open transaction; whoever dies lets go."""
+
+    mode: Mode = "hold"
+
+    def __init__(self, store: AsyncSqlStore, connection: AsyncConnection, taken: Taken) -> None:
+        self._store = store
+        self._connection: AsyncConnection | None = connection
+        self.claims: Sequence[Claim] = taken.claims
+        self.is_full = taken.is_full
+        self.has_tried = taken.has_tried
+
+    async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            raise StoreUnavailable(f"Store {self._store.name}: this batch was settled or abandoned before")
+        try:
+            settlement = await connection.run_sync(
+                lambda db: self._store.transitions.settle(db, self.claims, outcomes, mode="hold", park=park)
+            )
+            await connection.commit()
+        except DBAPIError as error:
+            raise translate(error, self._store) from error
+        except OSError as error:
+            raise StoreUnavailable(f"Store {self._store.name}: {error}") from error
+        finally:
+            await let_go(connection)
+        return settlement
+
+    async def renew(self, lease: timedelta) -> Sequence[Claim]:
+        return []
+
+    async def abandon(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await let_go(connection)
+
+
+async def let_go(connection: AsyncConnection) -> None:
+    """Roll back and return a connection, also when the caller is being cancelled or the server is gone."""
+    closing = asyncio.ensure_future(connection.close())
+    try:
+        await asyncio.shield(closing)
+    except (DBAPIError, OSError) as error:
+        log.debug("A connection was lost while it was returned: %s", error)
+        await connection.invalidate()
+    except asyncio.CancelledError:
+        await asyncio.wait([closing])
+        raise
+
+
+class AsyncSqlStore(SqlStore):
+    """A store on a database server, reached through an asynchronous driver."""
+
+    _engine: AsyncEngine
+
+    async def _transact(self, work: Work[T], *, writes: bool) -> T:
+        async with self._engine.connect() as connection:
+            result = await connection.run_sync(work)
+            await connection.commit()
+            return result
+
+    async def _hold(self, limit: int) -> Any:
+        try:
+            connection = await self._engine.connect()
+        except DBAPIError as error:
+            raise translate(error, self) from error
+        except OSError as error:
+            raise StoreUnavailable(f"Store {self.name}: {error}") from error
+        try:
+            await self._begin_hold(connection)
+            taken = await connection.run_sync(
+                lambda db: self.transitions.claim(db, limit, "hold", HOLD_DEADLINE)
+            )
+        except DBAPIError as error:
+            await let_go(connection)
+            raise translate(error, self) from error
+        except BaseException:
+            await let_go(connection)
+            raise
+        batch = HoldBatch(self, connection, taken)
+        if not taken.claims:
+            await batch.abandon()
+        return batch, taken.blocked
+
+    async def _begin_hold(self, connection: AsyncConnection) -> None:
+        """Bound how long the database waits for a host that vanished."""
+
+    async def close(self) -> None:
+        await self._engine.dispose()

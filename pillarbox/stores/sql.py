@@ -1,0 +1,259 @@
+"""What the stores on real databases share: the asynchronous face of `Transitions` and `Operations`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
+
+from pillarbox.errors import SchemaError, StoreUnavailable, Unsupported
+from pillarbox.event import Claim, Outcome
+from pillarbox.layouts import Layout, declare_layout
+from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores.operations import Operations
+from pillarbox.stores.transitions import Taken, Transitions
+
+T = TypeVar("T")
+Work = Callable[[sa.Connection], T]
+
+log = logging.getLogger("pillarbox.store")
+
+WAKE_EVERY = 0.1
+MAX_CONFLICTS = 5
+
+
+class LeaseBatch:
+    """Claims written into their rows; each step is a transaction of its own."""
+
+    mode: Mode = "lease"
+
+    def __init__(self, store: SqlStore, taken: Taken, *, is_full: bool) -> None:
+        self._store = store
+        self.claims: Sequence[Claim] = taken.claims
+        self.is_full = is_full
+        self.has_tried = False
+
+    async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
+        return await self._store.run(
+            lambda db: self._store.transitions.settle(db, self.claims, outcomes, mode="lease", park=park)
+        )
+
+    async def renew(self, lease: timedelta) -> Sequence[Claim]:
+        if not self.claims:
+            return []
+        return await self._store.run(lambda db: self._store.transitions.renew(db, self.claims, lease))
+
+    async def abandon(self) -> None:
+        from pillarbox.event import RELEASED
+
+        try:
+            if self.claims:
+                await self.settle([RELEASED] * len(self.claims))
+        except StoreUnavailable as error:
+            log.warning("Could not release %d claims, they lapse by themselves: %s", len(self.claims), error)
+
+
+class SqlStore(ABC):
+    """A layout on a database; a subclass says how a function runs in a transaction there."""
+
+    dialect: str
+    modes: frozenset[Mode]
+
+    def __init__(
+        self,
+        url: sa.URL,
+        layout: Layout,
+        *,
+        table: str | None = None,
+        schema: str | None = None,
+        sink: str = "",
+        retention: timedelta | None = None,
+    ) -> None:
+        self.url = url
+        self.layout = layout
+        self.metadata = sa.MetaData()
+        self.tables = declare_layout(layout, self.metadata, table=table, schema=schema)
+        self.retention = retention
+        self.sink = sink
+        self.name = f"{url.render_as_string(hide_password=True)} ({self.tables['outbox'].fullname})"
+        self._woken_at = 0.0
+        self._build(self.dialect)
+
+    def _build(self, dialect: str) -> None:
+        self.dialect = dialect
+        self.transitions = Transitions(
+            self.layout, self.tables, dialect=dialect, sink=self.sink, retain=self.retention is not None
+        )
+        self.operations = Operations(self.transitions)
+
+    @abstractmethod
+    async def _transact(self, work: Work[T], *, writes: bool) -> T:
+        """Run `work` in a READ COMMITTED transaction and commit it."""
+
+    @abstractmethod
+    async def _hold(self, limit: int) -> Any:
+        """Claim by locks that last until settlement; returns a batch and the rows found blocked."""
+
+    @abstractmethod
+    async def wait(self, timeout: timedelta) -> bool: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def open(self) -> None:
+        await self.run(self._ensure_lanes)
+
+    async def run(self, work: Work[T], *, writes: bool = True) -> T:
+        """Run a function of a connection in a transaction, again when it lost a deadlock."""
+        for conflict in range(MAX_CONFLICTS):
+            try:
+                return await self._transact(work, writes=writes)
+            except DBAPIError as error:
+                if not is_conflict(error) or conflict == MAX_CONFLICTS - 1:
+                    raise translate(error, self) from error
+            except OSError as error:
+                raise StoreUnavailable(f"Store {self.name}: {error}") from error
+            await asyncio.sleep(0.01 * 2**conflict)
+        raise AssertionError("unreachable")
+
+    async def claim(
+        self,
+        limit: int,
+        *,
+        mode: Mode,
+        lease: timedelta,
+        max_attempts: int | None = None,
+        is_prefetch: bool = False,
+    ) -> Any:
+        if mode not in self.modes:
+            raise Unsupported(f"Store {self.name}: cannot claim by {mode}; it offers {', '.join(sorted(self.modes))}")
+        await self._wake(max_attempts)
+        if mode == "hold":
+            batch, blocked = await self._hold(limit)
+        else:
+            taken = await self.run(lambda db: self.transitions.claim(db, limit, mode, lease))
+            batch, blocked = LeaseBatch(self, taken, is_full=taken.is_full), taken.blocked
+        marked = 0
+        if blocked and not is_prefetch:
+            marked = await self.run(lambda db: self.transitions.block(db, blocked))
+        batch.is_full = batch.is_full and bool(batch.claims or marked)
+        return batch
+
+    async def _wake(self, max_attempts: int | None) -> None:
+        moment = time.monotonic()
+        if moment - self._woken_at >= WAKE_EVERY:
+            self._woken_at = moment
+            if await self.run(lambda db: self.transitions.next_due(db), writes=False) == 0.0:
+                await self.run(lambda db: self.transitions.wake(db, max_attempts))
+
+    async def next_due(self) -> timedelta | None:
+        seconds = await self.run(self.transitions.next_due, writes=False)
+        # The next claim must look, however shortly after the last one it comes.
+        self._woken_at = 0.0
+        return None if seconds is None else timedelta(seconds=seconds)
+
+    def _ensure_lanes(self, db: sa.Connection) -> None:
+        lanes = self.tables["lanes"]
+        mine = sa.select(sa.func.count()).select_from(lanes).where(lanes.c.sink == self.sink)
+        found = db.execute(mine).scalar_one()
+        if found == 0:
+            rows = [{"sink": self.sink, "lane": lane} for lane in range(self.layout.lanes)]
+            try:
+                with db.begin_nested():
+                    db.execute(sa.insert(lanes), rows)
+            except sa.exc.IntegrityError:
+                log.debug("Another relay made the lanes of sink %r first.", self.sink)
+        elif found != self.layout.lanes:
+            raise SchemaError(
+                f"Table {lanes.fullname!r} has {found} lanes for sink {self.sink!r}; expected {self.layout.lanes}. "
+                "Writers and relays must use the number of lanes that the table was made with."
+            )
+
+    # -- what operators do ------------------------------------------------------------------------------------------
+
+    async def counts(self) -> Counts:
+        return await self.run(self.operations.counts, writes=False)
+
+    async def events(self, where: Filter, *, state: State | None = None, limit: int = 50) -> Sequence[Record]:
+        return await self.run(lambda db: self.operations.events(db, where, state, limit), writes=False)
+
+    async def redrive(self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False) -> int:
+        return await self._act("redrive", where, actor, limit, dry_run)
+
+    async def drop(self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False) -> int:
+        return await self._act("drop", where, actor, limit, dry_run)
+
+    async def replay(self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False) -> int:
+        return await self._act("replay", where, actor, limit, dry_run)
+
+    async def _act(self, action: str, where: Filter, actor: str, limit: int | None, dry_run: bool) -> int:
+        return await self.run(
+            lambda db: self.operations.act(db, action, where, actor=actor, limit=limit, dry_run=dry_run),
+            writes=not dry_run,
+        )
+
+    async def prune(
+        self,
+        *,
+        delivered_age: timedelta | None = None,
+        dead_age: timedelta | None = None,
+        actor: str | None = None,
+        dry_run: bool = False,
+        batch: int = 1000,
+    ) -> Pruned:
+        total = Pruned()
+        for role, age in (("outbox", delivered_age), ("dead", dead_age)):
+            while age is not None:
+                count = await self.run(
+                    lambda db, role=role, age=age: self.operations.prune(db, role, age, batch, dry_run)  # type: ignore[misc]
+                )
+                delivered, dead = (count, 0) if role == "outbox" else (0, count)
+                total = Pruned(total.delivered + delivered, total.dead + dead)
+                if dry_run or count < batch:
+                    break
+        if actor is not None and not dry_run and total != Pruned():
+            ages = {"delivered_age": str(delivered_age), "dead_age": str(dead_age)}
+            await self.run(
+                lambda db: self.operations.record(db, actor, "prune", ages, total.delivered + total.dead)
+            )
+        return total
+
+    async def audit(self, limit: int = 50) -> Sequence[Entry]:
+        return await self.run(lambda db: self.operations.entries(db, limit), writes=False)
+
+
+# PostgreSQL: serialization failure, deadlock, lock not available; MySQL and MariaDB: lock wait timeout, deadlock.
+_CONFLICTS = ("40001", "40P01", "55P03")
+_MYSQL_CONFLICTS = (1205, 1213, 1020)
+
+
+def is_conflict(error: DBAPIError) -> bool:
+    """Whether the database undid a transaction that would succeed when run again."""
+    state = getattr(error.orig, "sqlstate", None)
+    number = error.orig.args[0] if error.orig is not None and error.orig.args else None
+    return state in _CONFLICTS or number in _MYSQL_CONFLICTS or "database is locked" in str(error.orig)
+
+
+def translate(error: DBAPIError, store: SqlStore) -> Exception:
+    """A driver's error in our words."""
+    text = str(error.orig).strip().partition("\n")[0]
+    state = str(getattr(error.orig, "sqlstate", "") or "")
+    number = error.orig.args[0] if error.orig is not None and error.orig.args else None
+    table = store.tables["outbox"].fullname
+    if state == "42P01" or number == 1146 or "no such table" in text:
+        return SchemaError(f"Store {store.name}: {text}. Run `pillarbox schema create` or your migration first.")
+    if state == "42703" or number == 1054 or "no such column" in text:
+        return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")
+    if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):
+        return StoreUnavailable(f"Store {store.name}: {text}")
+    if isinstance(error, ProgrammingError):
+        return SchemaError(f"Store {store.name}: {text}")
+    # asyncpg's errors on a connection that ended in the middle of a statement are plain DBAPIErrors.
+    return StoreUnavailable(f"Store {store.name}: {text}")

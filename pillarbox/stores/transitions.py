@@ -1,0 +1,455 @@
+"""A layout's life cycle as statements, run on one connection inside one transaction.
+
+Everything here is synchronous and does no waiting of its own: an asynchronous store runs it through `run_sync`, a
+store with its own thread calls it there. Statements are built once, when the store is made.
+
+Claiming keeps order per key under concurrency in two steps, each its own statement so that the second one sees
+everything committed before the latch:
+
+1. Latch lanes: lock rows of the lane table, skipping those locked by others.
+2. Pick: read candidates of those lanes in order, judge each (is its key in flight, waiting after a try, or parked?),
+   lock the rows that passed, skipping those locked by others. A candidate that fell out takes the later ones of its
+   key in this batch with it.
+
+A hold keeps latch and row locks until it settles; a lease writes itself into the rows and commits, and from then on
+its rows exclude their keys.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import UUID, uuid4
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.mysql import insert as mysql_insert
+from sqlalchemy.sql.elements import ColumnElement
+
+from pillarbox.event import Claim, Dead, Delivered, Outcome, Released, Retry
+from pillarbox.layouts.clock import seconds_until
+from pillarbox.layouts.layout import Delete, Layout, Move, Update
+from pillarbox.stores import Mode, Settlement
+from pillarbox.stores.dialect import Given, delete_given, given_params, given_rows, is_mysql
+from pillarbox.stores.pick import Loader, build_pick
+
+WAKE_LIMIT = 1000
+WRITERS = "#writers"
+LAPSED = "The lease lapsed: the relay that held this event died or stalled."
+
+
+class Taken(NamedTuple):
+    """What one claim found."""
+
+    claims: list[Claim]
+    blocked: list[tuple[Any, str]]
+    """Rows that wait behind another of their key, with that key."""
+    is_full: bool
+    has_tried: bool
+
+
+@dataclass
+class LaneShare:
+    """How many lanes to latch: grows while lanes are free, halves when others hold them.
+
+    Starting at half of the lanes leaves room for a second relay at once; `depth` is how many rows to read from each
+    lane, and follows the backlog's shape: a few hot lanes want many rows each, many even lanes want few.
+    """
+
+    lanes: int
+    wanted: int = field(init=False)
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        self.wanted = max(1, self.lanes // 2)
+
+    def latched(self, count: int, busy: int) -> None:
+        if count < min(self.wanted, busy):
+            self.wanted = max(1, count // 2)
+        else:
+            self.wanted = min(max(1, self.lanes // 2), self.wanted + 1)
+
+    def rows_per_lane(self, limit: int, lanes: int) -> int:
+        return min(limit, max(self.depth, -(-2 * limit // lanes)))
+
+    def picked(self, limit: int, found: int, deepest: int, depth: int) -> None:
+        if found < limit and deepest >= depth:
+            self.depth = min(limit, depth * 2)
+        elif found >= limit:
+            self.depth = self.depth // 2
+
+
+class Transitions:
+    """The statements of one layout on one database, for the rows of one sink."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tables: Mapping[str, sa.Table],
+        *,
+        dialect: str,
+        sink: str = "",
+        retain: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.tables = tables
+        self.outbox = tables["outbox"]
+        self.dialect = dialect
+        self.sink = sink
+        self.share = LaneShare(layout.lanes)
+        self._row = self.outbox.c[layout.row]
+        self._mine = self.outbox.c[layout.sink] == sa.bindparam("sink", sink)
+        self._given = given_rows(dialect)
+        self._delivered = layout.kept if retain else layout.delivered
+        self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
+        self._loader = Loader(layout, dialect)
+        self._latch = self._build_latch()
+        self._due = self._select_due(layout.waits_for_time(self.outbox.c) & layout.due(self.outbox.c))
+        self._lapsed = self._select_due(
+            layout.lease.lapsed(self.outbox.c),
+            *(self.outbox.c[name] for name in (layout.attempts, layout.lease.fence, layout.order.key)),
+            self.outbox.c.max_attempts,
+        )
+        self._next_due = self._build_next_due()
+        self._unblock = self._build_unblock()
+        self._writes = {
+            fenced: {
+                name: self._build_write(write, fenced)
+                for name, write in {
+                    "delivered": self._delivered,
+                    "retry": layout.retry,
+                    "release": layout.release,
+                    "promote": layout.promote,
+                    "lapse": layout.lease.lapse,
+                    "block": layout.order.block,
+                    "claim": Update(layout.lease.claim),
+                    "renew": Update(layout.lease.renew),
+                }.items()
+            }
+            for fenced in (False, True)
+        }
+
+    # -- claiming ---------------------------------------------------------------------------------------------------
+
+    def claim(self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta) -> Taken:
+        """Latch, pick and, for a lease, write the claims into their rows."""
+        lanes = self._latch(db)
+        if not lanes:
+            return Taken([], [], False, False)
+        depth = self.share.rows_per_lane(limit, len(lanes))
+        rows = self._pick(db, lanes, depth, limit)
+        if len(rows) < limit and len(lanes) < limit:
+            self.share.picked(limit, len(rows), max(_most_in_a_lane(rows), 0), depth)
+        taken = self._choose(rows, mode, limit)
+        if mode == "lease" and taken.claims:
+            token = uuid4()
+            seconds = lease.total_seconds()
+            for claim in taken.claims:
+                claim.fence = token
+            self._write(db, "claim", [Given(c.row, token, c.attempt, seconds) for c in taken.claims])
+        return taken
+
+    def _choose(self, rows: Sequence[Any], mode: Mode, limit: int) -> Taken:
+        claims: list[Claim] = []
+        blocked: list[tuple[Any, str]] = []
+        broken: set[str] = set()
+        has_tried = False
+        load = self._loader.load
+        for row in rows:
+            row_id, key, is_blocked, locked, attempts = row[0], row[1], row[2], row[4], row[5]
+            if key is not None and key in broken:
+                if is_blocked:
+                    blocked.append((row_id, key))
+                continue
+            if is_blocked:
+                blocked.append((row_id, key))
+            elif locked is not None:
+                if mode == "lease" or not attempts:
+                    claims.append(load(row))
+                    continue
+                has_tried = True
+            if key is not None:
+                broken.add(key)
+        return Taken(claims, blocked, len(rows) >= limit, has_tried)
+
+    def block(self, db: sa.Connection, blocked: Sequence[tuple[Any, str]]) -> int:
+        """Take rows that wait behind another out of the claim index.
+
+        The rows in front are locked first and must still be in front: whoever settles them waits for this commit and
+        then sets the marked rows ready again, so that no row stays blocked behind nothing.
+        """
+        order = self.layout.order
+        keys = sorted({key for _, key in blocked})
+        fronts: set[str] = set()
+        for name, front in (("outbox", order.in_flight), ("outbox", order.blocking), ("dead", order.parking)):
+            table = self.tables[name]
+            query = sa.select(table.c[order.key]).where(
+                table.c[self.layout.sink] == self.sink, table.c[order.key].in_(keys), front(table.c)
+            )
+            fronts.update(db.execute(query.with_for_update(skip_locked=True)).scalars())
+        rows = [row for row, key in blocked if key in fronts]
+        if not rows:
+            return 0
+        free = sa.select(self._row).where(self._row.in_(rows), self.layout.ready(self.outbox.c))
+        locked = db.execute(free.with_for_update(skip_locked=True)).scalars().all()
+        return self._write(db, "block", [Given(row) for row in locked])
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def wake(self, db: sa.Connection, max_attempts: int | None) -> int:
+        """Let lapsed claims go and make rows ready whose time has come; returns how many rows moved."""
+        moved = 0
+        lapsed = db.execute(self._lapsed, {"limit": WAKE_LIMIT}).all()
+        if lapsed:
+            moved += self._let_go(db, lapsed, max_attempts)
+        due = db.execute(self._due, {"limit": WAKE_LIMIT}).scalars().all()
+        if due:
+            moved += self._write(db, "promote", [Given(row) for row in due])
+        return moved
+
+    def _let_go(self, db: sa.Connection, lapsed: Sequence[Any], max_attempts: int | None) -> int:
+        again: list[Given] = []
+        last: list[Given] = []
+        for row, attempts, fence, key, own_max in lapsed:
+            most = own_max or max_attempts
+            if most is not None and attempts >= most:
+                last.append(Given(row, fence, attempts, 0.0, LAPSED, key is not None))
+            else:
+                # Rows that lapsed twice may have killed their relay together: they return at different moments, so
+                # that the guilty one spends its attempts alone.
+                spread = 0.0 if attempts < 2 else random.uniform(0, min(300.0, 2.0 ** min(attempts, 20)))
+                again.append(Given(row, fence, attempts, spread, LAPSED))
+        moved = self._write(db, "lapse", again, fenced=True) if again else 0
+        return moved + (self.move(db, self.layout.dead, last, fenced=True) if last else 0)
+
+    def next_due(self, db: sa.Connection) -> float | None:
+        """Seconds until a row wants attention."""
+        moments = [value for value in db.execute(self._next_due).one() if value is not None]
+        return max(0.0, float(min(moments))) if moments else None
+
+    # -- settling ---------------------------------------------------------------------------------------------------
+
+    def settle(
+        self, db: sa.Connection, claims: Sequence[Claim], outcomes: Sequence[Outcome], *, mode: Mode, park: bool
+    ) -> Settlement:
+        """Write what became of the claims; a claim whose fence is gone changes nothing."""
+        groups = _group(claims, outcomes, park)
+        fenced = mode == "lease"
+        if mode == "hold":
+            groups["release"] = []
+        counts = {
+            name: self._write(db, name, groups[name], fenced=fenced) if groups[name] else 0
+            for name in ("delivered", "retry", "release")
+        }
+        counts["dead"] = self.move(db, self.layout.dead, groups["dead"], fenced=fenced) if groups["dead"] else 0
+        # A hold takes only rows that were never tried, and nothing is ever blocked behind those.
+        if fenced:
+            self.unblock(db, _freed_keys(claims, outcomes, park))
+        lost = sum(len(rows) for rows in groups.values()) - sum(counts.values())
+        return Settlement(
+            counts["delivered"],
+            counts["retry"],
+            counts["dead"],
+            sum(isinstance(outcome, Released) for outcome in outcomes) if mode == "hold" else counts["release"],
+            lost,
+        )
+
+    def renew(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
+        """Extend the claims that are still ours; returns those that are not."""
+        fence = self.outbox.c[self.layout.lease.fence]
+        mine = sa.select(self._row).where(
+            self._row.in_([claim.row for claim in claims]), fence == claims[0].fence
+        )
+        kept = set(db.execute(mine.with_for_update()).scalars())
+        seconds = lease.total_seconds()
+        self._write(db, "renew", [Given(claim.row, claim.fence, 0, seconds) for claim in claims], fenced=True)
+        return [claim for claim in claims if claim.row not in kept]
+
+    def unblock(self, db: sa.Connection, keys: Iterable[str]) -> None:
+        """Set rows ready that waited behind these keys."""
+        wanted = list(keys)
+        if wanted:
+            db.execute(self._unblock, {"keys": wanted})
+
+    def move(self, db: sa.Connection, move: Move, rows: Sequence[Given], *, fenced: bool) -> int:
+        """Move outbox rows into another table."""
+        match = self._match(fenced)
+        lock = sa.select(self._row).where(match(self.outbox.c)).with_for_update(of=self.outbox)
+        by_row = {given.row_id: given for given in rows}
+        found = db.execute(lock, given_params(self.dialect, rows)).scalars().all()
+        if not found:
+            return 0
+        params = given_params(self.dialect, [by_row[row] for row in found])
+        target = self.tables[move.into]
+        values = move.values(self.outbox.c, self._given.c)
+        columns = [column.name for column in target.c if column.name in self.outbox.c or column.name in values]
+        source = sa.select(*(_as_column(values.get(name, self.outbox.c.get(name)), name) for name in columns))
+        db.execute(sa.insert(target).from_select(columns, source.where(match(self.outbox.c))), params)
+        gone = delete_given(self.dialect, self.outbox, self.layout.row, self._given, match)
+        return db.execute(gone, params).rowcount
+
+    # -- what applications change -----------------------------------------------------------------------------------
+
+    def change(self, db: sa.Connection, ids: Sequence[UUID], dedup_key: str | None, given: Any) -> int:
+        """Cancel events that nobody holds, or reschedule them when `given.due` is a time."""
+        c = self.outbox.c
+        chosen = c.id.in_(ids) if dedup_key is None else c.dedup_key == dedup_key
+        free = sa.select(self._row, c[self.layout.order.key]).where(
+            self._mine, chosen, self.layout.cancellable(c)
+        )
+        rows = db.execute(free.with_for_update(skip_locked=True)).all()
+        mine = self._row.in_([row[0] for row in rows])
+        if not rows:
+            return 0
+        if given.due is None:
+            db.execute(sa.delete(self.outbox).where(mine))
+        else:
+            db.execute(sa.update(self.outbox).where(mine).values(self.layout.reschedule.values(c, given)))
+        self.unblock(db, {row[1] for row in rows if row[1] is not None})
+        return len(rows)
+
+    def lock_keys(self, db: sa.Connection, keys: Sequence[str]) -> None:
+        """Take locks on keys that last until the transaction ends, in one order for everybody."""
+        if self.dialect == "postgresql":
+            numbers = sorted({zlib.crc32(key.encode()) - 2**31 for key in keys})
+            lock = sa.text("SELECT pg_advisory_xact_lock(:space, n) FROM unnest(CAST(:numbers AS INTEGER[])) AS n")
+            db.execute(lock, {"space": zlib.crc32(self.outbox.fullname.encode()) - 2**31, "numbers": numbers})
+        elif is_mysql(self.dialect):
+            self._lock_lanes(db, sorted({zlib.crc32(key.encode()) % self.layout.lanes for key in keys}))
+        # SQLite's writers come one after the other anyway.
+
+    def _lock_lanes(self, db: sa.Connection, numbers: Sequence[int]) -> None:
+        # Rows of their own in the lane table, beside those that relays latch.
+        lanes = self.tables["lanes"]
+        wanted = [{"sink": WRITERS, "lane": number} for number in numbers]
+        db.execute(mysql_insert(lanes).values(wanted).on_duplicate_key_update(lane=lanes.c.lane))
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _match(self, fenced: bool) -> Callable[[Any], ColumnElement[bool]]:
+        given, row, fence = self._given.c, self.layout.row, self.layout.lease.fence
+
+        def match(columns: Any) -> ColumnElement[bool]:
+            same: ColumnElement[bool] = columns[row] == given.row_id
+            return same & (columns[fence] == given.fence) if fenced else same
+
+        return match
+
+    def _build_write(self, write: Update | Delete, fenced: bool) -> sa.Update | sa.Delete:
+        match = self._match(fenced)
+        if isinstance(write, Delete):
+            return delete_given(self.dialect, self.outbox, self.layout.row, self._given, match)
+        return sa.update(self.outbox).where(match(self.outbox.c)).values(write.values(self.outbox.c, self._given.c))
+
+    def _write(self, db: sa.Connection, name: str, rows: Sequence[Given], *, fenced: bool = False) -> int:
+        if not rows:
+            return 0
+        return db.execute(self._writes[fenced][name], given_params(self.dialect, rows)).rowcount
+
+    def _select_due(self, condition: ColumnElement[bool], *more: Any) -> sa.Select[Any]:
+        until = self.outbox.c[self.layout.until]
+        query = sa.select(self._row, *more).where(self._mine, condition)
+        return query.order_by(until).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
+
+    def _build_next_due(self) -> sa.Select[Any]:
+        # One index probe a state; a combined condition would sort.
+        layout, until = self.layout, self.outbox.c[self.layout.until]
+        conditions = (layout.waits_for_time, layout.order.in_flight)
+        return sa.select(
+            *(
+                sa.select(seconds_until(sa.func.min(until)))
+                .where(self._mine, condition(self.outbox.c))
+                .scalar_subquery()
+                for condition in conditions
+            )
+        )
+
+    def _build_unblock(self) -> sa.Update:
+        order, key = self.layout.order, self.outbox.c[self.layout.order.key]
+        keys = sa.bindparam("keys", expanding=True)
+        chosen = key.in_(keys)
+        if self.dialect == "postgresql":
+            chosen = key == sa.func.any(sa.cast(sa.bindparam("keys"), sa.ARRAY(sa.Text)))
+        values = order.unblock.values(self.outbox.c, self._given.c)
+        return sa.update(self.outbox).where(self._mine, order.blocked(self.outbox.c), chosen).values(values)
+
+    def _build_latch(self) -> Callable[[sa.Connection], list[int]]:
+        lanes, layout = self.tables["lanes"], self.layout
+        work = (
+            sa.select(self._row)
+            .where(
+                self._mine, layout.ready(self.outbox.c), self.outbox.c[layout.lane] == lanes.c.lane
+            )
+            .limit(1)
+            .scalar_subquery()
+            .correlate(lanes)
+        )
+        busy = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, work.is_not(None))
+        if self.dialect == "postgresql":
+            return self._latch_postgres(busy)
+        locked = sa.select(lanes.c.lane).where(
+            lanes.c.sink == self.sink, lanes.c.lane.in_(sa.bindparam("lanes", expanding=True))
+        ).with_for_update(skip_locked=True)
+
+        def latch(db: sa.Connection) -> list[int]:
+            found = list(db.execute(busy).scalars())
+            if not is_mysql(self.dialect) or not found:
+                return found  # SQLite's write lock is the latch
+            wanted = random.sample(found, min(self.share.wanted, len(found)))
+            got = list(db.execute(locked, {"lanes": wanted}).scalars())
+            self.share.latched(len(got), len(found))
+            return got
+
+        return latch
+
+    def _latch_postgres(self, busy: sa.Select[Any]) -> Callable[[sa.Connection], list[int]]:
+        latched = busy.order_by(sa.func.random()).limit(sa.bindparam("wanted")).with_for_update(skip_locked=True)
+
+        def latch(db: sa.Connection) -> list[int]:
+            got = list(db.execute(latched, {"wanted": self.share.wanted}).scalars())
+            self.share.latched(len(got), len(got) if len(got) < 2 else self.share.wanted)
+            return got
+
+        return latch
+
+
+def _most_in_a_lane(rows: Sequence[Any]) -> int:
+    counts: dict[int, int] = {}
+    for row in rows:
+        counts[row[3]] = counts.get(row[3], 0) + 1
+    return max(counts.values(), default=0)
+
+
+def _as_column(value: Any, name: str) -> ColumnElement[Any]:
+    element = value if isinstance(value, ColumnElement) else sa.literal(value) if value is not None else sa.null()
+    return element.label(name)
+
+
+def _group(claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool) -> dict[str, list[Given]]:
+    groups: dict[str, list[Given]] = {"delivered": [], "retry": [], "dead": [], "release": []}
+    for claim, outcome in zip(claims, outcomes, strict=True):
+        match outcome:
+            case Delivered():
+                groups["delivered"].append(Given(claim.row, claim.fence, claim.attempt))
+            case Retry(error=error, after=after):
+                seconds = 0.0 if after is None else after.total_seconds()
+                groups["retry"].append(Given(claim.row, claim.fence, claim.attempt, seconds, error))
+            case Dead(error=error):
+                parks = park and claim.event.key is not None
+                groups["dead"].append(Given(claim.row, claim.fence, claim.attempt, 0.0, error, parks))
+            case Released():
+                groups["release"].append(Given(claim.row, claim.fence, claim.attempt))
+    return groups
+
+
+def _freed_keys(claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool) -> set[str]:
+    freed: set[str] = set()
+    stuck: set[str] = set()
+    for claim, outcome in zip(claims, outcomes, strict=True):
+        if claim.event.key is not None:
+            is_stuck = isinstance(outcome, Retry) or (park and isinstance(outcome, Dead))
+            (stuck if is_stuck else freed).add(claim.event.key)
+    return freed - stuck

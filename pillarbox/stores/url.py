@@ -1,0 +1,55 @@
+"""The store for a database URL."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import sqlalchemy as sa
+
+from pillarbox.errors import ConfigError
+from pillarbox.layouts import Layout, get_layout
+from pillarbox.stores.sql import SqlStore
+
+_EXPECTED = "expected a url like postgresql://…, mysql://…, mariadb://… or sqlite:///path"
+
+
+def parse_store_url(url: str | sa.URL) -> sa.URL:
+    """A database URL whose scheme is known; the driver in it, if any, does not matter."""
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError as error:
+        raise ConfigError(f"Store {str(url)!r}: {_EXPECTED}") from error
+    backend = {"postgres": "postgresql"}.get(parsed.get_backend_name(), parsed.get_backend_name())
+    if backend not in ("postgresql", "mysql", "mariadb", "sqlite"):
+        raise ConfigError(f"Store {parsed.render_as_string(hide_password=True)!r}: {_EXPECTED}")
+    return parsed.set(drivername=backend)
+
+
+def open_store(
+    url: str | sa.URL,
+    *,
+    layout: str | Layout = "pillarbox",
+    table: str | None = None,
+    schema: str | None = None,
+    sink: str = "",
+    retention: timedelta | None = None,
+    **options: Any,
+) -> SqlStore:
+    """Make the store for a URL; it connects when it is opened."""
+    parsed = parse_store_url(url)
+    chosen = get_layout(layout)
+    common: dict[str, Any] = {"table": table, "schema": schema, "sink": sink, "retention": retention, **options}
+    match parsed.get_backend_name():
+        case "postgresql":
+            from pillarbox.stores.postgres import PostgresStore
+
+            return PostgresStore(parsed, chosen, **common)
+        case "sqlite":
+            from pillarbox.stores.sqlite import SqliteStore
+
+            return SqliteStore(parsed, chosen, **common)
+        case _:
+            from pillarbox.stores.mysql import MySqlStore
+
+            return MySqlStore(parsed, chosen, **common)

@@ -1,0 +1,118 @@
+"""Debian packages: installed by apt-get, or, from another release, unpacked into a cache folder."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import ServerError
+
+INSTALL = Path(__file__).parent.parent / "install-packages"
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+SUDO = [] if os.geteuid() == 0 else ["sudo"]
+
+_apt = threading.Lock()
+
+
+def install(*packages: str) -> None:
+    """Install packages on this machine, as root or through sudo."""
+    with _apt:
+        print(f"Installing Debian packages: {' '.join(packages)}", flush=True)
+        _run([*SUDO, str(INSTALL), *packages], f"apt-get could not install {' '.join(packages)}")
+
+
+def unpack(*packages: str, release: str) -> Path:
+    """Unpack packages of another Debian release, with all they depend on, and return the folder.
+
+    Nothing is installed: the folder is a tree with its own C library, shared by all checkouts here.
+    """
+    cache = _cache_folder()
+    tree = cache / f"{packages[0]}-{release}"
+    with _locked(cache / "lock"):
+        if tree.exists():
+            return tree
+        print(f"Downloading from Debian {release}: {' '.join(packages)}", flush=True)
+        work = cache / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        archives = _download(packages, release=release, work=work)
+        for archive in archives:
+            extract = ["dpkg-deb", "-x", str(archive), str(work / "tree")]
+            _run(extract, f"{archive.name} could not be unpacked")
+        (work / "tree").rename(tree)
+        shutil.rmtree(work)
+    return tree
+
+
+def _download(packages: tuple[str, ...], *, release: str, work: Path) -> list[Path]:
+    # A private apt with its own sources and lists. It knows no installed package, so it fetches all it needs.
+    for folder in ("lists/partial", "cache/archives/partial"):
+        (work / folder).mkdir(parents=True)
+    (work / "status").touch()
+    (work / "sources.list").write_text(f"deb [signed-by={KEYRING}] {_mirror()} {release} main\n")
+    options = {
+        "Dir::Etc::SourceList": work / "sources.list",
+        "Dir::Etc::SourceParts": "-",
+        "Dir::Etc::Preferences": "-",
+        "Dir::Etc::PreferencesParts": "-",
+        "Dir::State": work,
+        "Dir::State::Status": work / "status",
+        "Dir::Cache": work / "cache",
+        "Acquire::Languages": "none",
+        "APT::Sandbox::User": "root",
+    }
+    apt = ["apt-get", "-qq", *(f"-o{key}={value}" for key, value in options.items())]
+    _run([*apt, "update"], f"The package lists of Debian {release} could not be read")
+    _run(
+        [*apt, "install", "-y", "--download-only", "--no-install-recommends", *packages],
+        f"{' '.join(packages)} could not be downloaded from Debian {release}",
+    )
+    return sorted((work / "cache/archives").glob("*.deb"))
+
+
+def _mirror() -> str:
+    """Return the address of the Debian mirror that apt uses on this machine."""
+    with _apt:
+        if not _targets():
+            _run([*SUDO, "apt-get", "-qq", "update"], "apt-get update failed")
+    for origin, release, address in _targets():
+        if origin == "Debian" and "-" not in release:
+            return address
+    raise ServerError("Expected a Debian mirror in apt's sources; `apt-get indextargets` lists none.")
+
+
+def _targets() -> list[list[str]]:
+    listing = [
+        "apt-get",
+        "indextargets",
+        "--format",
+        "$(ORIGIN)|$(RELEASE)|$(REPO_URI)",
+        "Created-By: Packages",
+    ]
+    output = subprocess.run(listing, capture_output=True, text=True, check=False).stdout
+    return [line.split("|") for line in output.splitlines()]
+
+
+def _cache_folder() -> Path:
+    if os.geteuid() == 0:
+        folder = Path("/var/cache/pillarbox-services")
+    else:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pillarbox-services"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str], failure: str) -> None:
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise ServerError(f"{failure}.\n{result.stderr.strip()}")
