@@ -1,88 +1,75 @@
 """Events that go out with a SQLAlchemy session's next flush.
 
-A put adds a marker object to the session. Before the flush the markers are taken out again, in the order of putting;
-after it their events go to the database as one insert. So an event shares the fate of everything else in the session:
-a rollback, a rolled-back savepoint, `close` or `expunge_all` forgets it. It is inserted after the flush's own
-statements, because its sequence number must be drawn after the rows it tells of are locked.
+A put adds a marker to the session: a pending object like any other, mapped to a selectable that has no table
+to write to. So the flush always comes, finds the outbox's database and writes nothing for the marker; at its
+end the marker's events go out as one insert. They share the fate of everything else in the session: a
+rollback, a rolled-back savepoint, `close` or `expunge_all` forgets them. They are inserted after the flush's
+own statements, because their sequence numbers must be drawn after the rows they tell of are locked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import sqlalchemy as sa
 from sqlalchemy import event as sa_event
-from sqlalchemy import inspect as sa_inspect
 from sqlalchemy.orm import Session, registry
 
-Send = Callable[[sa.Connection, list[Any]], None]
+Send = Callable[[Session, list[Any]], None]
 
-_WAITING = "pillarbox_waiting"
-_TAKEN = "pillarbox_taken"
-_numbers = count()
+_numbers = count(1)
 
 
 class Marker:
-    """Stands in a session for events that wait for its flush."""
+    """Stands in a session for the puts into one outbox that wait for the flush, in order."""
 
-    def __init__(self, table: sa.Table, part: Any, send: Send) -> None:
+    send: ClassVar[staticmethod[[Session, list[Any]], None]]
+
+    def __init__(self) -> None:
         self.number = next(_numbers)
-        self.table = table
-        self.part = part
-        self.send = send
+        self.parts: list[Any] = []
+        self.is_late = False
+
+    def waits_in(self, session: Session) -> bool:
+        return self.is_late or self in session
 
 
-_marker_table = sa.Table("pillarbox_marker", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True))
-registry().map_imperatively(Marker, _marker_table, properties={"pillarbox_marker_id": _marker_table.c.id})
+def make_marker(table: sa.Table, send: Send) -> type[Marker]:
+    """A marker class for an outbox table; `send` gets the session and the parts after the flush."""
+    marker = type("Marker", (Marker,), {"send": staticmethod(send), "__tablename__": table.name})
+    selected = sa.select(sa.literal_column("0", sa.BigInteger).label("number")).select_from(table)
+    mapped = selected.subquery("pillarbox_marker")
+    registry().map_imperatively(marker, mapped, primary_key=[mapped.c.number])
+    return marker
 
 
-def add_marker(session: Session, marker: Marker) -> None:
-    """Let a marker's events go out with the session's next flush."""
-    session.info[_WAITING] = True
-    session.add(marker)
+_waiting: WeakKeyDictionary[Session, dict[type[Marker], Marker]] = WeakKeyDictionary()
 
 
-@sa_event.listens_for(Session, "before_flush")
-def _take_markers(session: Session, context: Any, instances: Any) -> None:
-    if not session.info.pop(_WAITING, False):
-        return
-    markers = sorted((each for each in session.new if isinstance(each, Marker)), key=lambda marker: marker.number)
-    for marker in markers:
-        session.expunge(marker)
-    if not markers:
-        return
-    if _has_work(session):
-        session.info[_TAKEN] = markers
-    else:
-        # A flush without work of its own ends here and never comes to `after_flush`.
-        _send(session, markers)
+def add_part(session: Session, kind: type[Marker], part: Any) -> None:
+    """Let one put's part go out with the session's next flush, or with the one that is running."""
+    markers = _waiting.setdefault(session, {})
+    marker = markers.get(kind)
+    if marker is None or not marker.waits_in(session):
+        marker = kind()
+        # While a flush executes, in a mapper's event, a session takes no objects.
+        marker.is_late = getattr(session, "_warn_on_events", False)
+        if not marker.is_late:
+            session.add(marker)
+        markers[kind] = marker
+    marker.parts.append(part)
 
 
 @sa_event.listens_for(Session, "after_flush")
-def _send_markers(session: Session, context: Any) -> None:
-    markers = session.info.pop(_TAKEN, None)
-    if markers:
-        _send(session, markers)
+def _send_parts(session: Session, context: Any) -> None:
+    for marker in _waiting.pop(session, {}).values():
+        if marker.waits_in(session):
+            marker.send(session, marker.parts)
 
 
 @sa_event.listens_for(Session, "after_soft_rollback")
-def _forget_markers(session: Session, previous: Any) -> None:
-    session.info.pop(_TAKEN, None)
-
-
-def _has_work(session: Session) -> bool:
-    if session.dirty or session.deleted:
-        return True
-    # A new object that lost its parent is dropped by the flush, which then may have nothing to do.
-    return any(not getattr(sa_inspect(each), "_orphaned_outside_of_session", False) for each in session.new)
-
-
-def _send(session: Session, markers: list[Marker]) -> None:
-    groups: dict[int, list[Marker]] = {}
-    for marker in markers:
-        groups.setdefault(id(marker.table), []).append(marker)
-    for group in groups.values():
-        connection = session.connection(bind_arguments={"clause": group[0].table})
-        group[0].send(connection, [marker.part for marker in group])
+def _forget_parts(session: Session, previous: Any) -> None:
+    _waiting.pop(session, None)

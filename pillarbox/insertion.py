@@ -1,14 +1,18 @@
-"""Events to one INSERT: the statement and its parameters for a database and a driver's way of writing parameters.
+"""Events to one INSERT: the statement and its parameters for a database and a driver's parameter style.
 
-PostgreSQL takes arrays and unnests them; the others take one VALUES list, whose row is compiled once and repeated as
-text, because compiling a thousand rows costs more than running them. Nothing here talks to a database.
+PostgreSQL takes arrays and unnests them; the others take one VALUES list, whose row is compiled once and
+repeated as text, because compiling a thousand rows costs more than running them. Nothing here does I/O.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
@@ -16,6 +20,7 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Dialect
+from sqlalchemy.sql import ColumnElement
 
 from pillarbox.event import Event
 from pillarbox.layouts import Layout
@@ -24,71 +29,142 @@ from pillarbox.wakeup import channel_name
 
 MAX_ROWS = 1000
 MAX_BYTES = 8 * 1024 * 1024
-
-# What travels with every event; the life cycle's columns come from the layout.
-_CARRIED = (
-    *("id", "type", "topic", "key", "payload", "content_type", "headers", "dedup_key", "aggregate_type"),
-    *("aggregate_id", "schema_version", "correlation_id", "causation_id", "trace_id", "source", "max_attempts"),
-)
-_ARRAYS = {"id": "UUID", "payload": "BYTEA", "max_attempts": "INTEGER", "lane": "SMALLINT"}
+# MariaDB refuses statements above 16 MB by default, and escaping can double a payload.
+_MAX_MYSQL_BYTES = MAX_BYTES // 2 - 256 * 1024
+_MAX_SQLITE_PARAMS = 32_000
+_MAX_SQLITE_TEXT = 900_000
 
 
 class Prepared(NamedTuple):
-    """A statement ready for a driver; it returns the ids of the new rows unless `lookup` must be asked for them."""
+    """A statement ready for a driver; `lookup`, if there is one, must be asked for the result."""
 
     sql: str
     params: Any
+    ids: Sequence[UUID]
     lookup: tuple[str, Any] | None = None
+    is_counted: bool = False
+    """Whether the result is a count of the new rows, with their ids only when some are missing."""
+
+    def existing(self, rows: Sequence[Any]) -> list[int]:
+        """The positions of the events that were not written, from the rows of the result."""
+        if self.is_counted:
+            if rows[0][1] is None:
+                return []
+            rows = [(row_id,) for row_id in rows[0][1]]
+        elif len(rows) == len(self.ids):
+            return []
+        new = {_as_uuid(row[0]) for row in rows}
+        positions: list[int] = []
+        for position, event_id in enumerate(self.ids):
+            # Of two events with one id the first was written.
+            if event_id in new:
+                new.remove(event_id)
+            else:
+                positions.append(position)
+        return positions
 
 
-class Insertion:
+def insertion_for(
+    layout: Layout, table: sa.Table, dialect: Dialect, *, sink: str = "", notify: bool = True
+) -> Insertion:
+    """The insertion into a table as its database takes it."""
+    chosen = _ArrayInsertion if dialect.name == "postgresql" else _ValuesInsertion
+    return chosen(layout, table, dialect, sink=sink, notify=notify)
+
+
+class Insertion(ABC):
     """Builds the statements that put events into one table, for one dialect and parameter style."""
 
-    def __init__(self, layout: Layout, table: sa.Table, dialect: Dialect, *, sink: str = "", notify: bool = True) -> None:
+    def __init__(self, layout: Layout, table: sa.Table, dialect: Dialect, *, sink: str, notify: bool) -> None:
         self._layout = layout
-        self._table = table
-        self._dialect = dialect if dialect.name == "postgresql" else _positional(dialect)
+        # Without the table's own defaults: what a put does not name is the database's to fill.
+        self._table = sa.table(table.name, *(sa.column(c.name, c.type) for c in table.c), schema=table.schema)
+        self._channel = channel_name(table)
+        self._dialect = dialect
         self._sink = sink
-        self._fields = [name for name in _CARRIED if name in layout.fields]
-        self._is_postgres = dialect.name == "postgresql"
-        if self._is_postgres:
-            self._compiled = self._compile(self._build_unnest(notify))
-        else:
-            self._rows = {kind: self._compile_row(due) for kind, due in _DUE.items()}
-            self._head = self._rows[None][0]
-        self._keeps_uuid = dialect.driver in ("asyncpg", "psycopg", "psycopg_async")
+        self._notify = notify
+        self._max_rows = MAX_ROWS
+        self._max_bytes = MAX_BYTES
 
-    def prepare(self, events: Sequence[Event], headers: Sequence[Mapping[str, Any]]) -> Iterator[Prepared]:
+    def prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Iterator[Prepared]:
         """Statements for these events in order: one, unless they are too many or too large for one."""
         start = size = 0
-        for index, event in enumerate(events):
-            if index > start and (index - start >= MAX_ROWS or size + len(event.payload) > MAX_BYTES):
+        for index, (event, text) in enumerate(zip(events, headers, strict=True)):
+            bytes_ = len(event.payload) + (0 if text is None else len(text))
+            if index > start and (index - start >= self._max_rows or size + bytes_ > self._max_bytes):
                 yield self._prepare(events[start:index], headers[start:index])
                 start, size = index, 0
-            size += len(event.payload)
+            size += bytes_
         yield self._prepare(events[start:], headers[start:])
 
-    def _prepare(self, events: Sequence[Event], headers: Sequence[Mapping[str, Any]]) -> Prepared:
-        if self._is_postgres:
-            return Prepared(self._compiled.sql, self._compiled.bind(self._columns(events, headers)))
-        return self._values(events, headers)
+    @abstractmethod
+    def _prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared: ...
 
-    # -- PostgreSQL -------------------------------------------------------------------------------------------------
+    def _lanes(self, events: Sequence[Event]) -> list[int]:
+        crc32, lanes = zlib.crc32, self._layout.lanes
+        return [
+            crc32(event.id.bytes if event.key is None else event.key.encode()) % lanes for event in events
+        ]
 
-    def _build_unnest(self, notify: bool) -> sa.Select[Any]:
-        names = [*self._fields, "lane", "due_at", "delay"]
-        kinds = {**_ARRAYS, "due_at": "TIMESTAMP WITH TIME ZONE", "delay": "DOUBLE PRECISION"}
-        arrays = ", ".join(f"CAST(:{name} AS {kinds.get(name, 'TEXT')}[])" for name in names)
+
+class _ArrayInsertion(Insertion):
+    """PostgreSQL: one array a column. Columns that no event of the statement uses stay out of it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        fields = self._layout.fields
+        self._groups = [
+            [name for name in group if name in fields or name == "delay"] for group in _OPTIONAL_GROUPS
+        ]
+        self._statements: dict[tuple[str, ...], _Compiled] = {}
+        self._keeps_uuid = self._dialect.driver in ("asyncpg", "psycopg", "psycopg_async")
+        self._is_binary = self._dialect.driver in ("psycopg", "psycopg_async")
+
+    def _prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared:
+        ids = [event.id for event in events]
+        arrays: dict[str, Sequence[Any]] = {
+            name: list(map(get, events)) for name, get in _ALWAYS.items() if name in self._layout.fields
+        }
+        arrays["id"] = ids if self._keeps_uuid else list(map(str, ids))
+        arrays["lane"] = self._lanes(events)
+        for group in self._groups:
+            found = {name: _OPTIONAL[name](events) if name != "headers" else headers for name in group}
+            if any(values.count(None) < len(ids) for values in found.values()):
+                arrays |= found
+        names = tuple(arrays)
+        statement = self._statements.get(names)
+        if statement is None:
+            statement = self._statements[names] = self._compile(names)
+        return Prepared(statement.sql, statement.bind(arrays), ids, is_counted=True)
+
+    def _compile(self, names: Sequence[str]) -> _Compiled:
+        compiled = _compile(self._build(names), self._dialect)
+        if not self._is_binary:
+            return compiled
+        # As text psycopg takes twice as long for ids and bytes.
+        sql = compiled.sql
+        for name in names:
+            sql = sql.replace(f"%({name})s", f"%({name})b")
+        return compiled._replace(sql=sql)
+
+    def _build(self, names: Sequence[str]) -> sa.Select[Any]:
+        layout = self._layout
+        arrays = ", ".join(f"CAST(:{name} AS {_ARRAY_TYPES.get(name, 'TEXT')}[])" for name in names)
         quoted = ", ".join(f'"{name}"' for name in names)
-        given = sa.text(f"SELECT * FROM unnest({arrays}) AS g({quoted})").columns(*(sa.column(name) for name in names))
-        g = given.subquery("given").c
-        columns: dict[str, Any] = {self._layout.fields[name]: g[name] for name in self._fields}
-        columns[self._layout.fields["headers"]] = sa.cast(g.headers, postgresql.JSONB)
-        columns |= {self._layout.sink: sa.literal_column(_quote(self._sink)), self._layout.lane: g.lane}
-        due = sa.func.coalesce(g.due_at, later(g.delay), type_=Timestamp())
-        columns |= self._layout.put(due)
+        rows = sa.text(f"SELECT * FROM unnest({arrays}) AS g({quoted})")
+        given = rows.columns(*(sa.column(name) for name in names)).subquery("given").c
+        columns: dict[str, Any] = {
+            layout.fields[name]: given[name] for name in names if name in layout.fields
+        }
+        if "headers" in names:
+            columns[layout.fields["headers"]] = sa.cast(given.headers, postgresql.JSONB)
+        columns |= {layout.sink: sa.literal_column(_quote(self._sink)), layout.lane: given.lane}
+        due = None
+        if "due_at" in names:
+            due = sa.func.coalesce(given.due_at, later(given.delay), type_=Timestamp())
+        columns |= layout.put(due)
         source = sa.select(*(_element(value).label(name) for name, value in columns.items()))
-        row_id = self._table.c[self._layout.fields["id"]]
+        row_id = self._table.c[layout.fields["id"]]
         put = (
             postgresql.insert(self._table)
             .from_select(list(columns), source)
@@ -96,93 +172,149 @@ class Insertion:
             .returning(row_id)
             .cte("put")
         )
-        if not notify:
-            return sa.select(put.c[row_id.name])
-        channel = sa.literal_column(_quote(channel_name(self._table)))
-        told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
-        first = sa.func.row_number().over() == sa.literal_column("1")
-        return sa.select(put.c[row_id.name], sa.case((first, told)))
+        count = sa.func.count()
+        # The ids go back only when some of them were there before.
+        missing = count < sa.func.cardinality(sa.text("CAST(:id AS UUID[])"))
+        found = sa.func.coalesce(
+            sa.func.array_agg(sa.cast(put.c[row_id.name], sa.Text)), sa.text("CAST('{}' AS TEXT[])")
+        )
+        result = [count, sa.case((missing, found))]
+        if self._notify:
+            channel: ColumnElement[str] = sa.literal_column(_quote(self._channel))
+            told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
+            result.append(sa.case((count > sa.literal_column("0"), told)))
+        return sa.select(*result).select_from(put)
 
-    def _columns(self, events: Sequence[Event], headers: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        columns = {name: [getattr(event, name) for event in events] for name in self._fields}
-        columns["headers"] = [_encode_headers(each) for each in headers]
-        columns["lane"] = [lane_of(event, self._layout.lanes) for event in events]
-        columns["due_at"] = [event.due_at for event in events]
-        columns["delay"] = [None if event.delay is None else event.delay.total_seconds() for event in events]
-        if not self._keeps_uuid:
-            columns["id"] = [str(value) for value in columns["id"]]
-        return columns
 
-    # -- the others -------------------------------------------------------------------------------------------------
+class _ValuesInsertion(Insertion):
+    """MySQL, MariaDB and SQLite: one VALUES list, with a row's text chosen by its kind of due time."""
 
-    def _compile_row(self, due: Any) -> tuple[str, _Compiled]:
-        columns: dict[str, Any] = {self._layout.fields[name]: sa.bindparam(f"p_{name}") for name in self._fields}
-        columns |= {self._layout.sink: sa.bindparam("p_sink"), self._layout.lane: sa.bindparam("p_lane")}
-        columns |= self._layout.put(due)
-        if self._dialect.name != "sqlite":
-            columns[self._layout.lease.fence] = sa.bindparam("p_fence")
-        insert = sa.insert(self._table).values({name: _element(value) for name, value in columns.items()})
-        compiled = self._compile(insert)
-        head, _, row = compiled.sql.partition(" VALUES ")
-        return head, compiled._replace(sql=row)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._dialect = _positional(self._dialect)
+        self._is_sqlite = self._dialect.name == "sqlite"
+        # The fields whose stored form is not the event's own come after the others, see `_row`.
+        self._plain = [name for name in _CARRIED if name in self._layout.fields]
+        self._get = attrgetter(*self._plain)
+        self._kinds = {kind: self._compile_row(due) for kind, due in _DUE.items()}
+        if self._is_sqlite:
+            longest = max(len(kind.sql) for kind in self._kinds.values()) + 2
+            most = max(kind.params for kind in self._kinds.values())
+            self._max_rows = min(MAX_ROWS, _MAX_SQLITE_PARAMS // most, _MAX_SQLITE_TEXT // longest)
+        else:
+            self._max_bytes = _MAX_MYSQL_BYTES
+        row_id = self._quote(self._layout.fields["id"])
+        lane = self._quote(self._layout.lane)
+        # INSERT IGNORE would also hide values that do not fit; the fence tells whose row it is.
+        self._tail = (
+            f" ON CONFLICT DO NOTHING RETURNING {row_id}"
+            if self._is_sqlite
+            else f" ON DUPLICATE KEY UPDATE {lane} = {lane}"
+        )
+        self._mark = "?" if self._dialect.paramstyle == "qmark" else "%s"
+        table = self._dialect.identifier_preparer.format_table(self._table)
+        fence = f"{self._quote(self._layout.lease.fence)} = {self._mark}"
+        self._lookup = f"SELECT {row_id} FROM {table} WHERE {fence} AND {row_id} IN "
 
-    def _values(self, events: Sequence[Event], headers: Sequence[Mapping[str, Any]]) -> Prepared:
+    def _prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared:
+        fence = str(uuid4())
+        ids = [event.id for event in events]
+        texts = list(map(str, ids))
         rows: list[str] = []
         params: list[Any] = []
-        fence = str(uuid4())
-        for event, extra in zip(events, headers, strict=True):
-            kind = "due_at" if event.due_at is not None else "delay" if event.delay is not None else None
-            values: dict[str, Any] = {f"p_{name}": getattr(event, name) for name in self._fields}
-            values["p_id"] = str(event.id)
-            values["p_headers"] = _encode_headers(extra)
-            values["p_sink"] = self._sink
-            values["p_lane"] = lane_of(event, self._layout.lanes)
-            values["p_fence"] = fence
-            if kind == "due_at":
-                values["p_due"] = _utc_text(event.due_at)
+        for event, row_id, lane, text in zip(events, texts, self._lanes(events), headers, strict=True):
+            kind: str | None = None
+            due: str | float | None = None
+            if event.due_at is not None:
+                kind, due = "due_at", _utc_text(event.due_at)
             elif event.delay is not None:
-                values["p_due"] = event.delay.total_seconds()
-            compiled = self._rows[kind][1]
-            rows.append(compiled.sql)
-            params.extend(compiled.bind(values))
-        sql = f"{self._head} VALUES {', '.join(rows)}"
-        row_id = self._name(self._layout.fields["id"])
-        if self._dialect.name == "sqlite":
-            return Prepared(f"{sql} ON CONFLICT DO NOTHING RETURNING {row_id}", tuple(params))
-        # INSERT IGNORE would also hide values that do not fit; the fence tells whose row it is.
-        lane = self._name(self._layout.lane)
-        mark = "?" if self._dialect.paramstyle == "qmark" else "%s"
-        mine = f"{self._name(self._layout.lease.fence)} = {mark}"
-        marks = ", ".join([mark] * len(events))
-        lookup = f"SELECT {row_id} FROM {self._full_name()} WHERE {mine} AND {row_id} IN ({marks})"
-        ids = (fence, *(str(event.id) for event in events))
-        return Prepared(f"{sql} ON DUPLICATE KEY UPDATE {lane} = {lane}", tuple(params), (lookup, ids))
+                kind, due = "delay", event.delay.total_seconds()
+            row = self._kinds[kind]
+            rows.append(row.sql)
+            params += row.pick((*self._get(event), row_id, text, self._sink, lane, fence, due))
+        sql = f"{self._kinds[None].head} VALUES {', '.join(rows)}{self._tail}"
+        if self._is_sqlite:
+            return Prepared(sql, tuple(params), ids)
+        marks = ", ".join([self._mark] * len(ids))
+        return Prepared(sql, tuple(params), ids, (f"{self._lookup}({marks})", (fence, *texts)))
 
-    # -- common -----------------------------------------------------------------------------------------------------
+    def _compile_row(self, due: Any) -> _Row:
+        layout = self._layout
+        names = [*self._plain, "id", "headers", "sink", "lane", "fence", "due"]
+        columns: dict[str, Any] = {
+            layout.fields[name]: sa.bindparam(f"p_{name}") for name in names if name in layout.fields
+        }
+        columns |= {layout.sink: sa.bindparam("p_sink"), layout.lane: sa.bindparam("p_lane")}
+        columns |= layout.put(due)
+        if not self._is_sqlite:
+            columns[layout.lease.fence] = sa.bindparam("p_fence")
+        insert = sa.insert(self._table).values({name: _element(value) for name, value in columns.items()})
+        compiled = _compile(insert, self._dialect)
+        head, _, row = compiled.sql.partition(" VALUES ")
+        places = [names.index(name.removeprefix("p_")) for name in compiled.names or ()]
+        return _Row(head, row, len(places), itemgetter(*places))
 
-    def _name(self, column: str) -> str:
+    def _quote(self, column: str) -> str:
         return self._dialect.identifier_preparer.quote(column)
 
-    def _full_name(self) -> str:
-        return self._dialect.identifier_preparer.format_table(self._table)
 
-    def _compile(self, statement: Any) -> _Compiled:
-        compiled = statement.compile(dialect=self._dialect)
-        names = None if compiled.positiontup is None else tuple(compiled.positiontup)
-        return _Compiled(compiled.string, names, dict(compiled.params))
+class _Row(NamedTuple):
+    head: str
+    sql: str
+    params: int
+    pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 class _Compiled(NamedTuple):
     sql: str
     names: tuple[str, ...] | None
-    constants: dict[str, Any]
 
     def bind(self, values: Mapping[str, Any]) -> Any:
-        if self.names is None:
-            return {**self.constants, **values}
-        constants = self.constants
-        return tuple(values[name] if name in values else constants[name] for name in self.names)
+        return values if self.names is None else tuple(values[name] for name in self.names)
 
+
+def _compile(statement: Any, dialect: Dialect) -> _Compiled:
+    compiled = statement.compile(dialect=dialect)
+    names = None if compiled.positiontup is None else tuple(compiled.positiontup)
+    return _Compiled(compiled.string, names)
+
+
+# What travels with every event as it is; the life cycle's columns come from the layout.
+_CARRIED = (
+    *("type", "topic", "key", "payload", "content_type", "dedup_key", "aggregate_type", "aggregate_id"),
+    *("schema_version", "correlation_id", "causation_id", "trace_id", "source", "max_attempts"),
+)
+_ALWAYS = {name: attrgetter(name) for name in ("id", "type", "topic", "key", "payload", "content_type")}
+# Together, so that there are few statements to prepare.
+_OPTIONAL_GROUPS = (
+    ("headers",),
+    ("dedup_key",),
+    ("due_at", "delay"),
+    (
+        *("aggregate_type", "aggregate_id", "schema_version", "correlation_id", "causation_id"),
+        *("trace_id", "source", "max_attempts"),
+    ),
+)
+
+
+def _read(name: str) -> Callable[[Sequence[Event]], list[Any]]:
+    get = attrgetter(name)
+    return lambda events: list(map(get, events))
+
+
+def _read_delay(events: Sequence[Event]) -> list[float | None]:
+    return [None if event.delay is None else event.delay.total_seconds() for event in events]
+
+
+_OPTIONAL = {name: _read(name) for name in chain(*_OPTIONAL_GROUPS)} | {"delay": _read_delay}
+_ARRAY_TYPES = {
+    "id": "UUID",
+    "payload": "BYTEA",
+    "max_attempts": "INTEGER",
+    "lane": "SMALLINT",
+    "due_at": "TIMESTAMP WITH TIME ZONE",
+    "delay": "DOUBLE PRECISION",
+}
 
 _DUE: dict[str | None, Any] = {
     None: None,
@@ -190,19 +322,34 @@ _DUE: dict[str | None, Any] = {
     "delay": later(sa.bindparam("p_due", type_=sa.Float())),
 }
 
-DIALECTS: dict[str, Any] = {
-    "asyncpg": postgresql.asyncpg.dialect,  # type: ignore[attr-defined]
-    "psycopg": postgresql.psycopg.dialect,  # type: ignore[attr-defined]
-    "psycopg2": postgresql.psycopg2.dialect,  # type: ignore[attr-defined]
+_DIALECTS: dict[str, Any] = {
+    "asyncpg": postgresql.asyncpg.dialect,
+    "psycopg": postgresql.psycopg.dialect,
+    "psycopg2": postgresql.psycopg2.dialect,
     "sqlite3": sqlite.dialect,
     "aiosqlite": sqlite.dialect,
-    "pymysql": mysql.pymysql.dialect,  # type: ignore[attr-defined]
+    "pymysql": mysql.pymysql.dialect,
 }
 
 
-def lane_of(event: Event, lanes: int) -> int:
-    """The lane of an event: its key's, so that a key is always claimed under one latch."""
-    return zlib.crc32(event.id.bytes if event.key is None else event.key.encode()) % lanes
+@cache
+def dialect_of(driver: str) -> Dialect:
+    """SQLAlchemy's dialect for a driver that is used without SQLAlchemy."""
+    dialect: Dialect = _DIALECTS[driver]()
+    return dialect
+
+
+def encode_headers(events: Sequence[Event], trace: Mapping[str, str]) -> list[str | None]:
+    """Each event's headers as JSON, with the trace it is put in unless it brings its own."""
+    alone = orjson.dumps(trace).decode() if trace else None
+    return [alone if not event.headers else _encode(event.headers, trace) for event in events]
+
+
+def _encode(headers: Mapping[str, Any], trace: Mapping[str, str]) -> str:
+    # A trace state belongs to its parent: the two are never taken from different traces.
+    if trace and not any(name.lower() == "traceparent" for name in headers):
+        return orjson.dumps({**trace, **headers}).decode()
+    return orjson.dumps(dict(headers)).decode()
 
 
 def _positional(dialect: Dialect) -> Dialect:
@@ -212,13 +359,8 @@ def _positional(dialect: Dialect) -> Dialect:
     return positional
 
 
-def _encode_headers(headers: Mapping[str, Any]) -> str | None:
-    return orjson.dumps(dict(headers)).decode() if headers else None
-
-
-def _utc_text(moment: datetime | None) -> str:
-    assert moment is not None
-    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+def _utc_text(moment: datetime) -> str:
+    return moment.astimezone(UTC).replace(tzinfo=None).isoformat(" ", "microseconds")
 
 
 def _quote(text: str) -> str:
@@ -229,6 +371,5 @@ def _element(value: Any) -> Any:
     return sa.null() if value is None else value
 
 
-def as_ids(rows: Sequence[Any]) -> set[UUID]:
-    """The ids in a statement's result."""
-    return {row[0] if isinstance(row[0], UUID) else UUID(str(row[0])) for row in rows}
+def _as_uuid(value: Any) -> UUID:
+    return value if isinstance(value, UUID) else UUID(value.decode() if isinstance(value, bytes) else value)

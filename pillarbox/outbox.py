@@ -1,32 +1,45 @@
 """Outbox: put events into the caller's transaction.
 
-A put never commits and never opens a connection of its own: what the caller's transaction does, the events do.
+A put never commits and never opens a connection: the events share the fate of the caller's transaction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
-from sqlalchemy.exc import InvalidRequestError
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.exc import DBAPIError, InvalidRequestError, UnboundExecutionError
+from sqlalchemy.orm import Session
 
 from pillarbox import drivers
 from pillarbox.durations import parse_duration
 from pillarbox.errors import InvalidEvent, PayloadTooLarge, ReceiptPending, TransactionError
 from pillarbox.event import Event
-from pillarbox.flush import Marker, add_marker
-from pillarbox.insertion import DIALECTS, Insertion, Prepared, as_ids
+from pillarbox.flush import Marker, add_part, make_marker
+from pillarbox.insertion import Insertion, Prepared, dialect_of, encode_headers, insertion_for
 from pillarbox.layouts import Layout, declare_layout, get_layout
 from pillarbox.layouts.clock import Timestamp
+from pillarbox.layouts.mixin import check_models
 from pillarbox.stores.transitions import Transitions
 from pillarbox.stores.url import open_store
+from pillarbox.targets import (
+    ASYNC_TARGETS,
+    SYNC_TARGETS,
+    autocommit_error,
+    check_connection,
+    commits_alone,
+    is_async,
+    refuse_lock,
+    session_of,
+    wrong_target,
+)
 from pillarbox.tracing import current_trace_headers
+from pillarbox.wakeup import channel_name
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -35,56 +48,65 @@ if TYPE_CHECKING:
 
 MAX_PAYLOAD = 1024 * 1024
 
-_SYNC_TARGETS = "a SQLAlchemy Session, AsyncSession or Connection, or a psycopg, sqlite3 or PyMySQL connection"
-_ASYNC_TARGETS = "a SQLAlchemy AsyncConnection or AsyncSession, or an asyncpg, psycopg async or aiosqlite connection"
-
 
 class Receipt:
-    """Which of the events of one put were new; an event whose id or dedup key was there already is not.
+    """Which of the events of one put were new; one whose id or dedup key was there already is not.
 
-    A put into a session is known after the session's flush; reading the receipt earlier raises `ReceiptPending`.
+    A put into a session is known after the session's flush; reading it earlier raises `ReceiptPending`.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = tuple(events)
-        self._new: frozenset[UUID] | None = None
+        self._existing: frozenset[int] | None = None
 
-    def _fill(self, new: Iterable[UUID]) -> None:
-        self._new = frozenset(new)
+    def _fill(self, existing: Iterable[int]) -> None:
+        self._existing = frozenset(existing)
 
     @property
     def is_known(self) -> bool:
-        return self._new is not None
+        return self._existing is not None
 
     @property
     def new(self) -> tuple[Event, ...]:
         """The events that were written, in the order of putting."""
-        return tuple(event for event in self.events if event.id in self._ids())
+        existing = self._positions()
+        return tuple(event for position, event in enumerate(self.events) if position not in existing)
 
     @property
     def existing(self) -> tuple[Event, ...]:
         """The events that were there already and were left as they are."""
-        return tuple(event for event in self.events if event.id not in self._ids())
+        return tuple(self.events[position] for position in sorted(self._positions()))
 
-    def _ids(self) -> frozenset[UUID]:
-        if self._new is None:
+    def _positions(self) -> Collection[int]:
+        if self._existing is None:
             raise ReceiptPending(
-                "Which events are new is known after the session's flush. Call session.flush() or commit first; after a "
-                "rollback it is never known."
+                "Which events are new is known after the session's flush. Call session.flush() or commit "
+                "first; after a rollback it is never known."
             )
-        return self._new
+        return self._existing
 
     def __repr__(self) -> str:
-        state = f"{len(self._new)} new" if self._new is not None else "not flushed"
+        known = self._existing
+        state = "not flushed" if known is None else f"{len(self.events) - len(known)} new"
         return f"<Receipt of {len(self.events)} events, {state}>"
+
+
+class _Part(NamedTuple):
+    """One put."""
+
+    events: Sequence[Event]
+    headers: Sequence[str | None]
+    receipt: Receipt
+    lock_key: bool
 
 
 class Outbox:
     """The application's side of an outbox table.
 
-    Declares the tables on the user's `MetaData`; creates nothing. `layout` is a name or a `Layout`, `table` its name,
-    `max_payload` the largest payload in bytes. `notify` wakes relays on PostgreSQL with one notification a
-    transaction. `retention` is handed to the store of `outbox.store(...)`: how long delivered rows are kept.
+    Declares the tables on the user's `MetaData`; creates nothing. `layout` is a name or a `Layout`, `table`
+    its name, `max_payload` the largest payload in bytes. `notify` wakes relays on PostgreSQL with one
+    notification a transaction. `retention` is handed to the store of `outbox.store(...)`: how long delivered
+    rows are kept.
     """
 
     def __init__(
@@ -99,123 +121,184 @@ class Outbox:
         retention: timedelta | str | None = None,
         tables: Mapping[str, sa.Table] | None = None,
     ) -> None:
+        if not isinstance(metadata, sa.MetaData):
+            raise TypeError(
+                f"Outbox: expected a sqlalchemy.MetaData, e.g. Base.metadata of your models; got {metadata!r}"
+            )
         self.layout = get_layout(layout)
-        self.tables = tables or declare_layout(
-            self.layout, metadata, table=table, schema=schema or metadata.schema
-        )
+        self.tables = tables or declare_layout(self.layout, metadata, table=table, schema=schema)
         self.table = self.tables["outbox"]
         self.max_payload = max_payload
         self.retention = None if retention is None else parse_duration(retention)
         self._notify = notify
-        self._insertions: dict[tuple[str, str], Insertion] = {}
+        self._marker: type[Marker] | None = None
+        self._insert = sa.insert(self.table)
+        self._insertions: dict[tuple[str | None, ...], Insertion] = {}
         self._transitions: dict[str, Transitions] = {}
 
     @classmethod
     def from_models(cls, outbox: Any, *, dead: Any, lanes: Any, audit: Any, **options: Any) -> Outbox:
-        """An outbox on mapped classes made from the layout's mixins."""
+        """An outbox on mapped classes made from the layout's mixins.
+
+        Relays know the outbox table's name only, so the others are named after it: `…_dead`, `…_lanes`,
+        `…_audit`.
+        """
         models = {"outbox": outbox, "dead": dead, "lanes": lanes, "audit": audit}
-        tables = {role: model.__table__ for role, model in models.items()}
-        return cls(tables["outbox"].metadata, tables=tables, **options)
+        layout = get_layout(options.pop("layout", "pillarbox"))
+        tables = check_models(layout, models)
+        return cls(tables["outbox"].metadata, layout, tables=tables, **options)
 
     def store(self, url: str | sa.URL, **options: Any) -> SqlStore:
         """The relay's store for this table."""
         options.setdefault("retention", self.retention)
         return open_store(url, layout=self.layout, table=self.table.name, schema=self.table.schema, **options)
 
-    # -- putting ----------------------------------------------------------------------------------------------------
+    # -- putting ---------------------------------------------------------------------------------------------
 
     def put(self, target: Any, *events: Event, lock_key: bool = False) -> Receipt:
         """Put events into the caller's transaction, in order.
 
-        Into a session they go with its next flush, into a connection at once. `lock_key` first takes a lock on each
+        Into a session they go with its next flush, into a connection at once. `lock_key` first locks each
         event's key until the transaction ends: for writers that lock nothing else of what the key stands for.
         """
-        self._check(events)
-        receipt = Receipt(events)
-        session = _session_of(target)
+        session = session_of(target)
         if session is not None:
-            self._put_session(session, events, receipt, lock_key)
+            part = self._make_part(events, lock_key)
+            self._put_session(session, part)
         elif isinstance(target, sa.Connection):
-            _check_connection(target)
-            self._send(target, [(events, receipt, lock_key)])
+            check_connection(target)
+            part = self._make_part(events, lock_key)
+            self._send(target, [part])
         elif (known := drivers.driver_of(target)) is not None and not known[1]:
-            if lock_key:
-                raise TypeError(f"put: lock_key takes a SQLAlchemy session or connection; got {type(target).__name__}")
-            receipt._fill(drivers.run(known[0], target, self._prepare(events, DIALECTS[known[0]]())))
+            drivers.check(known[0], target)
+            part = self._make_part(events, refuse_lock("put", target, lock_key))
+            part.receipt._fill(drivers.run(known[0], target, self._prepare([part], dialect_of(known[0]))))
         else:
-            raise _wrong_target("put", target, _SYNC_TARGETS, "put_async", _ASYNC_TARGETS)
-        return receipt
+            raise wrong_target("put", target, SYNC_TARGETS, "put_async", ASYNC_TARGETS)
+        return part.receipt
 
     async def put_async(self, target: Any, *events: Event, lock_key: bool = False) -> Receipt:
         """Put events at once through an asynchronous connection, in its open transaction."""
-        self._check(events)
-        receipt = Receipt(events)
-        if _is_async(target, "AsyncSession"):
-            self._put_session(target.sync_session, events, receipt, lock_key)
+        session = session_of(target) if is_async(target) else None
+        if session is not None:
+            part = self._make_part(events, lock_key)
+            self._put_session(session, part)
             await target.flush()
-        elif _is_async(target, "AsyncConnection"):
-            _check_connection(target.sync_connection)
-            await target.run_sync(self._send, [(events, receipt, lock_key)])
+        elif is_async(target, "AsyncConnection"):
+            check_connection(target.sync_connection)
+            part = self._make_part(events, lock_key)
+            await target.run_sync(self._send, [part])
         elif (known := drivers.driver_of(target)) is not None and known[1]:
-            if lock_key:
-                raise TypeError(f"put_async: lock_key takes a SQLAlchemy connection; got {type(target).__name__}")
-            receipt._fill(await drivers.run_async(known[0], target, self._prepare(events, DIALECTS[known[0]]())))
+            drivers.check(known[0], target)
+            part = self._make_part(events, refuse_lock("put_async", target, lock_key))
+            statements = self._prepare([part], dialect_of(known[0]))
+            part.receipt._fill(await drivers.run_async(known[0], target, statements))
         else:
-            raise _wrong_target("put_async", target, _ASYNC_TARGETS, "put", _SYNC_TARGETS)
-        return receipt
+            raise wrong_target("put_async", target, ASYNC_TARGETS, "put", SYNC_TARGETS)
+        return part.receipt
 
-    def _check(self, events: Sequence[Event]) -> None:
-        seen: set[UUID] = set()
+    def _make_part(self, events: Sequence[Any], lock_key: bool) -> _Part:
         for event in events:
             if not isinstance(event, Event):
-                raise TypeError(f"put: expected Event objects, got {event!r}")
+                hint = ". Unpack it: put(…, *events)" if isinstance(event, Iterable) else ""
+                raise TypeError(f"put: expected Event objects, got {event!r}{hint}")
             if len(event.payload) > self.max_payload:
                 raise PayloadTooLarge(
                     f"Event {event.type!r} ({event.id}): its payload has {len(event.payload)} bytes, at most "
-                    f"{self.max_payload} are allowed. Store it elsewhere and send a reference, or raise max_payload."
+                    f"{self.max_payload} are allowed. Store it elsewhere and send a reference, or raise "
+                    "max_payload."
                 )
-            if event.id in seen:
-                raise InvalidEvent(f"Event {event.type!r}: id {event.id} is twice in one put")
-            seen.add(event.id)
+        ids = [event.id for event in events]
+        if len(set(ids)) < len(ids):
+            twice = next(event for event in events if ids.count(event.id) > 1)
+            raise InvalidEvent(f"Event {twice.type!r}: id {twice.id} is twice in one put")
+        # The trace of the put, not of the flush, which may come when the span is over.
+        return _Part(events, encode_headers(events, current_trace_headers()), Receipt(events), lock_key)
 
-    def _put_session(self, session: Session, events: Sequence[Event], receipt: Receipt, lock_key: bool) -> None:
+    def _put_session(self, session: Session, part: _Part) -> None:
         if not session.is_active:
-            raise TransactionError("This session's transaction has failed; call session.rollback() before putting events.")
-        if not events:
-            receipt._fill(())
+            raise TransactionError(
+                "This session's transaction has failed; call session.rollback() before putting events."
+            )
+        try:
+            bind = session.get_bind(clause=self._insert)
+        except UnboundExecutionError as error:
+            raise TransactionError(
+                f"This session knows no database for table {self.table.fullname!r}; make it with bind=engine "
+                "or binds={outbox.table: engine}."
+            ) from error
+        if commits_alone(bind):
+            raise autocommit_error("session")
+        if not part.events:
+            part.receipt._fill(())
             return
-        add_marker(session, Marker(self.table, (events, receipt, lock_key), self._send))
+        if self._marker is None:
+            self._marker = make_marker(self.table, self._send_session)
+        try:
+            add_part(session, self._marker, part)
+        except InvalidRequestError as error:
+            raise TransactionError(f"This session cannot take events: {error}") from error
 
-    def _send(self, connection: sa.Connection, parts: Sequence[tuple[Sequence[Event], Receipt, bool]]) -> None:
-        events = [event for part, _, _ in parts for event in part]
-        locked = [event.key for part, _, lock_key in parts if lock_key for event in part if event.key is not None]
-        if locked:
-            self._lock_keys(connection, locked)
-        new: set[UUID] = set()
-        for prepared in self._prepare(events, connection.dialect):
-            result = connection.exec_driver_sql(prepared.sql, prepared.params)
-            if prepared.lookup is not None:
-                result = connection.exec_driver_sql(*prepared.lookup)
-            new |= as_ids(result.all())
-        for part, receipt, _ in parts:
-            receipt._fill(event.id for event in part if event.id in new)
+    def _send_session(self, session: Session, parts: Sequence[_Part]) -> None:
+        connection = session.connection(bind_arguments={"clause": self._insert})
+        check_connection(connection)
+        self._send(connection, parts)
 
-    def _prepare(self, events: Sequence[Event], dialect: Dialect) -> list[Prepared]:
+    def _send(self, connection: sa.Connection, parts: Sequence[_Part]) -> None:
+        existing: set[int] = set()
+        start = 0
+        try:
+            self._lock_keys(connection, parts)
+            schemas = connection.get_execution_options().get("schema_translate_map")
+            for statement in self._prepare(parts, connection.dialect, schemas):
+                result = connection.exec_driver_sql(statement.sql, statement.params)
+                if statement.lookup is not None:
+                    result = connection.exec_driver_sql(*statement.lookup)
+                existing.update(start + position for position in statement.existing(result.all()))
+                start += len(statement.ids)
+        except InvalidRequestError as error:
+            raise TransactionError(f"This connection cannot take events: {error}") from error
+        except DBAPIError as error:
+            drivers.raise_failed_transaction(error.orig or error)
+            raise
+        start = 0
+        for part in parts:
+            end = start + len(part.events)
+            part.receipt._fill(position - start for position in existing if start <= position < end)
+            start = end
+
+    def _prepare(
+        self,
+        parts: Sequence[_Part],
+        dialect: Dialect,
+        schemas: Mapping[str | None, str | None] | None = None,
+    ) -> Iterable[Prepared]:
+        events = parts[0].events if len(parts) == 1 else [event for part in parts for event in part.events]
         if not events:
-            return []
-        style = (dialect.name, dialect.driver)
+            return ()
+        headers = parts[0].headers if len(parts) == 1 else [text for part in parts for text in part.headers]
+        table = self._table_in(schemas)
+        style = (dialect.name, dialect.driver, dialect.paramstyle, table.schema)
         insertion = self._insertions.get(style)
         if insertion is None:
-            insertion = Insertion(self.layout, self.table, dialect, notify=self._notify)
+            insertion = insertion_for(self.layout, table, dialect, notify=self._notify)
             self._insertions[style] = insertion
-        trace = current_trace_headers()
-        headers = [{**trace, **event.headers} if trace else event.headers for event in events]
-        return list(insertion.prepare(events, headers))
+        return insertion.prepare(events, headers)
 
-    def _lock_keys(self, connection: sa.Connection, keys: Iterable[str]) -> None:
-        self._transitions_for(connection).lock_keys(connection, sorted(set(keys)))
+    def _table_in(self, schemas: Mapping[str | None, str | None] | None) -> sa.Table:
+        schema = self.table.schema
+        if not schemas or schemas.get(schema, schema) == schema:
+            return self.table
+        return self.table.to_metadata(sa.MetaData(), schema=schemas[schema])  # type: ignore[arg-type]
 
-    # -- changing one's mind ----------------------------------------------------------------------------------------
+    def _lock_keys(self, connection: sa.Connection, parts: Sequence[_Part]) -> None:
+        keys = {
+            event.key for part in parts if part.lock_key for event in part.events if event.key is not None
+        }
+        if keys:
+            self._transitions_for(connection).lock_keys(connection, sorted(keys))
+
+    # -- changing one's mind ---------------------------------------------------------------------------------
 
     def cancel(self, target: Session | sa.Connection, *ids: UUID, dedup_key: str | None = None) -> int:
         """Delete events that nobody holds; returns how many were still there to cancel."""
@@ -234,7 +317,11 @@ class Outbox:
         return await self._change_async(target, "cancel", ids, dedup_key, None)
 
     async def reschedule_async(
-        self, target: AsyncSession | AsyncConnection, *ids: UUID, due_at: datetime, dedup_key: str | None = None
+        self,
+        target: AsyncSession | AsyncConnection,
+        *ids: UUID,
+        due_at: datetime,
+        dedup_key: str | None = None,
     ) -> int:
         """`reschedule` for asynchronous sessions and connections."""
         return await self._change_async(target, "reschedule", ids, dedup_key, _aware(due_at))
@@ -242,26 +329,40 @@ class Outbox:
     def _change(
         self, target: Any, verb: str, ids: Sequence[UUID], dedup_key: str | None, due_at: datetime | None
     ) -> int:
-        if not ids and dedup_key is None:
-            raise TypeError(f"{verb}: expected event ids or a dedup_key")
-        if isinstance(target, scoped_session):
-            target = target()
-        if isinstance(target, Session):
-            target.flush()
-            target = target.connection(bind_arguments={"clause": self.table})
+        _check_chosen(verb, ids, dedup_key)
+        session = None if is_async(target) else session_of(target)
+        if session is not None:
+            if not session.is_active:
+                raise TransactionError(
+                    f"This session's transaction has failed; roll it back before you {verb}."
+                )
+            session.flush()
+            target = session.connection(bind_arguments={"clause": self._insert})
         if not isinstance(target, sa.Connection):
             expected = "a SQLAlchemy Session or Connection"
-            raise _wrong_target(verb, target, expected, f"{verb}_async", "an AsyncSession or AsyncConnection")
-        _check_connection(target)
+            raise wrong_target(verb, target, expected, f"{verb}_async", "an AsyncSession or AsyncConnection")
+        check_connection(target)
         due = None if due_at is None else sa.literal(due_at, Timestamp())
-        return self._transitions_for(target).change(target, ids, dedup_key, SimpleNamespace(due=due))
+        try:
+            count = self._transitions_for(target).change(target, ids, dedup_key, SimpleNamespace(due=due))
+        except DBAPIError as error:
+            drivers.raise_failed_transaction(error.orig or error)
+            raise
+        if count and self._notify and target.dialect.name == "postgresql":
+            table = self._table_in(target.get_execution_options().get("schema_translate_map"))
+            target.execute(sa.select(sa.func.pg_notify(channel_name(table), "")))
+        return count
 
     async def _change_async(
         self, target: Any, verb: str, ids: Sequence[UUID], dedup_key: str | None, due_at: datetime | None
     ) -> int:
-        if not (_is_async(target, "AsyncSession") or _is_async(target, "AsyncConnection")):
+        if not is_async(target):
             expected = "a SQLAlchemy AsyncSession or AsyncConnection"
-            raise _wrong_target(f"{verb}_async", target, expected, verb, "a Session or Connection")
+            raise wrong_target(f"{verb}_async", target, expected, verb, "a Session or Connection")
+        if is_async(target, "AsyncConnection"):
+            check_connection(target.sync_connection)
+        elif is_async(target, "async_scoped_session"):
+            target = target()
         count: int = await target.run_sync(self._change, verb, ids, dedup_key, due_at)
         return count
 
@@ -272,43 +373,15 @@ class Outbox:
         return self._transitions[name]
 
 
-def _session_of(target: Any) -> Session | None:
-    if isinstance(target, scoped_session):
-        target = target()
-    if isinstance(target, Session):
-        return target
-    if _is_async(target, "AsyncSession") or _is_async(target, "async_scoped_session"):
-        session: Session = target.sync_session
-        return session
-    return None
+def _check_chosen(verb: str, ids: Sequence[UUID], dedup_key: str | None) -> None:
+    if bool(ids) == (dedup_key is not None):
+        raise TypeError(f"{verb}: expected event ids or a dedup_key, one of the two")
+    for event_id in ids:
+        if not isinstance(event_id, UUID):
+            raise TypeError(f"{verb}: expected event ids as uuid.UUID, got {event_id!r}")
 
 
-def _is_async(target: object, name: str) -> bool:
-    # By name: importing SQLAlchemy's asyncio package needs greenlet, which a synchronous application may not have.
-    return any(
-        base.__name__ == name and base.__module__.startswith("sqlalchemy.ext.asyncio") for base in type(target).__mro__
-    )
-
-
-def _check_connection(connection: sa.Connection | None) -> None:
-    if connection is None or connection.closed:
-        raise TransactionError("This connection is closed or was never opened; put events through an open one.")
-    if connection.get_isolation_level() == "AUTOCOMMIT" if connection.in_transaction() else False:
-        raise TransactionError("This connection commits every statement by itself; put events inside a transaction.")
-    try:
-        transaction = connection.get_nested_transaction() or connection.get_transaction()
-    except InvalidRequestError:  # pragma: no cover - SQLAlchemy raises it for a broken nesting only
-        transaction = None
-    if transaction is not None and not transaction.is_active:
-        raise TransactionError("This connection's transaction has ended or failed; begin a new one to put events.")
-
-
-def _wrong_target(verb: str, target: object, expected: str, other: str, others: str) -> TypeError:
-    kind = f"{type(target).__module__}.{type(target).__qualname__}"
-    return TypeError(f"{verb}: expected {expected}; got {kind}. For {others} use {other}().")
-
-
-def _aware(moment: datetime) -> datetime:
+def _aware(moment: Any) -> datetime:
     if not isinstance(moment, datetime) or moment.tzinfo is None:
         raise InvalidEvent(f"reschedule: expected an aware datetime, got {moment!r}")
     return moment.astimezone(UTC)

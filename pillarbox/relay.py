@@ -92,6 +92,7 @@ class Relay:
         self._use_lease_next = False
         self._no_hold_before = 0.0
         self._pause = FIRST_POLL
+        self._sink_error: str | None = None
         self._down_since: float | None = None
 
     # -- what callers do --------------------------------------------------------------------------------------------
@@ -136,6 +137,7 @@ class Relay:
         """
         await self.open()
         self._size = 1
+        self._sink_error = None
         await self._loop(drains=True)
         return await self.store.counts()
 
@@ -164,11 +166,11 @@ class Relay:
                 for task in [task for task in tasks if task.done()]:
                     tasks.discard(task)
                     task.result()
+                if drains and self._sink_error is not None and not tasks:
+                    raise SinkUnavailable(self._sink_error)
                 if len(tasks) >= self._in_flight:
                     await self._wait(tasks, None)
                 elif self.breaker.is_open or (self.breaker.is_probing and tasks):
-                    if drains and not tasks:
-                        raise SinkUnavailable(f"Sink {self.sink.name}: the destination is down; nothing more was sent")
                     await self._wait(tasks, self.breaker.wait() or None)
                 elif not await self._advance(tasks, drains=drains):
                     return
@@ -323,7 +325,9 @@ class Relay:
                 self._is_sink_open = True
             outcomes = await self._send_good(good)
             self.breaker.succeeded()
+            self._sink_error = None
         except SinkUnavailable as error:
+            self._sink_error = str(error)
             self.breaker.failed(error.after, reason=str(error))
             self._hook.paused(self.sink.name, str(error))
             outcomes = error.outcomes if error.outcomes is not None else [RELEASED] * len(good)

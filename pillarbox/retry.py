@@ -139,7 +139,7 @@ class NoRetry:
 
     max_attempts: ClassVar[int] = 1
 
-    def next_delay(self, failure: Failure) -> None:
+    def next_delay(self, failure: Failure) -> timedelta | None:
         return None
 
 

@@ -123,12 +123,13 @@ class Layout:
     """The life cycle's columns of a new row, from the expression of its due time if it has one."""
     attempts: str
     ready: Predicate
-    due: Predicate
-    """Rows that wait for a time which has come."""
+    due: tuple[Predicate, ...]
+    """Rows that wait for a time which has come: one predicate an index range."""
     promote: Update
     until: str
     """The column that says when a waiting or leased row wants attention."""
-    waits_for_time: Predicate
+    times: tuple[Predicate, ...]
+    """Rows whose `until` counts: one predicate an index range."""
     lease: Lease
     order: Order
     delivered: Delete | Update

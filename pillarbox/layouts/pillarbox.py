@@ -14,13 +14,17 @@ Only ready rows are in the claim index, so that rows which wait for whatever rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 import sqlalchemy as sa
-from sqlalchemy.orm import declared_attr
+from sqlalchemy.orm import Mapped
+from sqlalchemy.schema import conv
 from sqlalchemy.sql import ColumnElement
 
+from pillarbox.errors import LayoutError
 from pillarbox.event import EVENT_FIELDS, LIMITS
 from pillarbox.layouts.clock import (
     Timestamp,
@@ -34,6 +38,7 @@ from pillarbox.layouts.clock import (
     text_type,
 )
 from pillarbox.layouts.layout import Counts, Delete, Feature, Layout, Lease, Move, Order, Update
+from pillarbox.layouts.mixin import Mixin
 
 LANES: Final = 64
 """Part of the schema: a table made with another number must be read and written with it."""
@@ -69,7 +74,7 @@ def _event_columns() -> list[sa.Column[Any]]:
     ]
 
 
-def outbox_columns(lanes: int = LANES) -> list[sa.Column[Any] | sa.CheckConstraint]:
+def outbox_columns() -> list[sa.Column[Any]]:
     return [
         sa.Column("seq", sequence_type(), sa.Identity(always=False, cache=1), primary_key=True, autoincrement=True),
         *_event_columns(),
@@ -77,8 +82,6 @@ def outbox_columns(lanes: int = LANES) -> list[sa.Column[Any] | sa.CheckConstrai
         sa.Column("until_at", Timestamp()),
         sa.Column("token", UuidText()),
         sa.Column("delivered_at", Timestamp()),
-        # A writer that counts more lanes than the table was made with must fail, not write where nobody reads.
-        sa.CheckConstraint(f"lane >= 0 AND lane < {lanes}", name="lane_in_range"),
     ]
 
 
@@ -113,23 +116,31 @@ def _partial(condition: str) -> dict[str, Any]:
     return {"postgresql_where": sa.text(condition), "sqlite_where": sa.text(condition)}
 
 
-def _outbox_indexes(table: str, c: Mapping[str, Any]) -> list[sa.Index]:
-    # MySQL and MariaDB ignore the conditions; the state in the second place does their work there.
+def _outbox_constraints(table: str, lanes: int = LANES) -> list[sa.CheckConstraint]:
+    # A writer that counts more lanes than the table was made with must fail, not write where nobody reads.
+    # MySQL wants the name to be unique in the database: it follows the table under any naming convention.
+    return [sa.CheckConstraint(f"lane >= 0 AND lane < {lanes}", name=conv(f"{table}_lane"))]
+
+
+def _outbox_indexes(table: str, c: Any) -> list[sa.Index]:
+    # MySQL and MariaDB ignore the conditions; the state among the columns does their work there. PostgreSQL does not
+    # look up a column whose value the condition already says, so that column must not stand before another one.
     return [
         sa.Index(f"{table}_id", c["id"], c["sink"], unique=True),
         sa.Index(f"{table}_dedup", c["dedup_key"], c["sink"], unique=True, **_partial("dedup_key IS NOT NULL")),
-        sa.Index(f"{table}_ready", c["sink"], c["state"], c["lane"], c["seq"], **_partial("state = 0")),
+        sa.Index(f"{table}_ready", c["sink"], c["lane"], c["state"], c["seq"], **_partial("state = 0")),
         sa.Index(
             f"{table}_key",
             *(c["sink"], c["key"], c["state"], c["seq"]),
             **_partial("key IS NOT NULL AND state IN (1, 2, 3)"),
         ),
-        sa.Index(f"{table}_until", c["sink"], c["state"], c["until_at"], **_partial("state IN (1, 2, 4)")),
-        sa.Index(f"{table}_delivered", c["state"], c["delivered_at"], **_partial("state = 5")),
+        # Not by state: a planner that thinks no row is leased would then look up keys here, row by row.
+        sa.Index(f"{table}_until", c["sink"], c["state"], c["until_at"], **_partial("until_at IS NOT NULL")),
+        sa.Index(f"{table}_delivered", c["delivered_at"], **_partial("state = 5")),
     ]
 
 
-def _dead_indexes(table: str, c: Mapping[str, Any]) -> list[sa.Index]:
+def _dead_indexes(table: str, c: Any) -> list[sa.Index]:
     return [
         sa.Index(f"{table}_id", c["id"], c["sink"], unique=True),
         sa.Index(f"{table}_key", c["sink"], c["key"], c["parks"], **_partial("key IS NOT NULL")),
@@ -137,12 +148,31 @@ def _dead_indexes(table: str, c: Mapping[str, Any]) -> list[sa.Index]:
     ]
 
 
+def _find_tables(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table] | None:
+    prefix = f"{schema or metadata.schema}." if schema or metadata.schema else ""
+    names = {"outbox": table, "dead": f"{table}_dead", "lanes": f"{table}_lanes", "audit": f"{table}_audit"}
+    found = {role: metadata.tables.get(f"{prefix}{name}") for role, name in names.items()}
+    if found["outbox"] is None:
+        return None
+    tables = {role: each for role, each in found.items() if each is not None}
+    columns = {column.name for column in outbox_columns()}
+    if len(tables) < len(names) or not columns.issubset(tables["outbox"].c.keys()):
+        raise LayoutError(
+            f"Table {prefix + table!r}: the metadata has a table of this name that is not an outbox; name the "
+            "outbox otherwise"
+        )
+    return tables
+
+
 def declare_with(lanes: int) -> Callable[[sa.MetaData, str, str | None], Mapping[str, sa.Table]]:
     """A declaration of the tables for a number of lanes."""
 
     def declare(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
+        found = _find_tables(metadata, table, schema)
+        if found is not None:
+            return found
         options: dict[str, Any] = {"schema": schema, "sqlite_autoincrement": True}
-        outbox = sa.Table(table, metadata, *outbox_columns(lanes), **options)
+        outbox = sa.Table(table, metadata, *outbox_columns(), *_outbox_constraints(table, lanes), **options)
         dead = sa.Table(f"{table}_dead", metadata, *dead_columns(), schema=schema)
         _outbox_indexes(table, outbox.c)
         _dead_indexes(dead.name, dead.c)
@@ -156,28 +186,93 @@ def declare_with(lanes: int) -> Callable[[sa.MetaData, str, str | None], Mapping
     return declare
 
 
-class _Mixin:
-    """Columns for a subclass of the user's DeclarativeBase, which names the table and may add columns."""
+class _EventMixin(Mixin):
+    if TYPE_CHECKING:
+        seq: Mapped[int]
+        id: Mapped[UUID]
+        sink: Mapped[str]
+        lane: Mapped[int]
+        type: Mapped[str]
+        topic: Mapped[str]
+        key: Mapped[str | None]
+        content_type: Mapped[str]
+        dedup_key: Mapped[str | None]
+        aggregate_type: Mapped[str | None]
+        aggregate_id: Mapped[str | None]
+        schema_version: Mapped[str | None]
+        correlation_id: Mapped[str | None]
+        causation_id: Mapped[str | None]
+        trace_id: Mapped[str | None]
+        source: Mapped[str | None]
+        payload: Mapped[bytes]
+        headers: Mapped[dict[str, Any] | None]
+        due_at: Mapped[datetime | None]
+        max_attempts: Mapped[int | None]
+        created_at: Mapped[datetime]
+        attempts: Mapped[int]
+        error: Mapped[str | None]
 
 
-def _mixin(name: str, doc: str, columns: list[Any], indexes: Any = None, **options: Any) -> type[_Mixin]:
-    names = {column.name: column for column in columns if isinstance(column, sa.Column)}
-    constraints = [item for item in columns if not isinstance(item, sa.Column)]
+class OutboxMixin(_EventMixin, columns=outbox_columns()):
+    """The outbox table."""
 
-    @declared_attr.directive
-    def table_args(cls: Any) -> tuple[Any, ...]:
-        made = indexes(cls.__tablename__, {name: sa.text(name) for name in names}) if indexes else []
-        return (*(constraint.copy() for constraint in constraints), *made, options)
+    if TYPE_CHECKING:
+        state: Mapped[int]
+        until_at: Mapped[datetime | None]
+        token: Mapped[UUID | None]
+        delivered_at: Mapped[datetime | None]
 
-    return type(name, (_Mixin,), {**names, "__table_args__": table_args, "__doc__": doc})
+    @classmethod
+    def _layout_args(cls, table: str) -> tuple[list[Any], dict[str, Any]]:
+        names = {column.name: column.name for column in outbox_columns()}
+        return [*_outbox_constraints(table), *_outbox_indexes(table, names)], {"sqlite_autoincrement": True}
 
 
-OutboxMixin = _mixin(
-    "OutboxMixin", "The outbox table.", outbox_columns(), _outbox_indexes, sqlite_autoincrement=True
-)
-DeadMixin = _mixin("DeadMixin", "The dead-letter table.", dead_columns(), _dead_indexes)
-LanesMixin = _mixin("LanesMixin", "The latches for claiming.", lanes_columns())
-AuditMixin = _mixin("AuditMixin", "What operators did.", audit_columns(), sqlite_autoincrement=True)
+class DeadMixin(_EventMixin, columns=dead_columns()):
+    """The dead-letter table, named after the outbox: `…_dead`."""
+
+    if TYPE_CHECKING:
+        died_at: Mapped[datetime]
+        parks: Mapped[bool]
+
+    @classmethod
+    def _layout_args(cls, table: str) -> tuple[list[Any], dict[str, Any]]:
+        return _dead_indexes(table, {column.name: column.name for column in dead_columns()}), {}
+
+
+class LanesMixin(Mixin, columns=lanes_columns()):
+    """The latches for claiming, named after the outbox: `…_lanes`."""
+
+    if TYPE_CHECKING:
+        sink: Mapped[str]
+        lane: Mapped[int]
+
+
+class AuditMixin(Mixin, columns=audit_columns()):
+    """What operators did, named after the outbox: `…_audit`."""
+
+    if TYPE_CHECKING:
+        number: Mapped[int]
+        at: Mapped[datetime]
+        actor: Mapped[str]
+        action: Mapped[str]
+        detail: Mapped[Any]
+        events: Mapped[int]
+
+    @classmethod
+    def _layout_args(cls, table: str) -> tuple[list[Any], dict[str, Any]]:
+        return [], {"sqlite_autoincrement": True}
+
+
+# SQLite uses a partial index only where the query repeats its condition.
+def _is_keyed(c: Any) -> ColumnElement[bool]:
+    keyed: ColumnElement[bool] = c.key.is_not(None) & c.state.in_([LEASED, WAITING, BLOCKED])
+    return keyed
+
+
+def _is_timed(c: Any) -> ColumnElement[bool]:
+    timed: ColumnElement[bool] = c.until_at.is_not(None)
+    return timed
 
 
 def _put(due: ColumnElement[Any] | None) -> dict[str, Any]:
@@ -210,10 +305,17 @@ def pillarbox_layout(lanes: int = LANES) -> Layout:
         put=_put,
         attempts="attempts",
         ready=lambda c: c.state == READY,
-        due=lambda c: c.until_at <= now(),
+        due=(
+            lambda c: (c.state == WAITING) & _is_timed(c) & (c.until_at <= now()),
+            lambda c: (c.state == SCHEDULED) & _is_timed(c) & (c.until_at <= now()),
+        ),
         promote=Update(lambda c, given: _free(state=READY)),
         until="until_at",
-        waits_for_time=lambda c: c.state.in_([WAITING, SCHEDULED]),
+        times=(
+            lambda c: (c.state == LEASED) & _is_timed(c),
+            lambda c: (c.state == WAITING) & _is_timed(c),
+            lambda c: (c.state == SCHEDULED) & _is_timed(c),
+        ),
         lease=Lease(
             fence="token",
             claim=lambda c, given: {
@@ -223,7 +325,7 @@ def pillarbox_layout(lanes: int = LANES) -> Layout:
                 "attempts": given.attempt,
             },
             renew=lambda c, given: {"until_at": later(given.delay)},
-            lapsed=lambda c: (c.state == LEASED) & (c.until_at <= now()),
+            lapsed=lambda c: (c.state == LEASED) & _is_timed(c) & (c.until_at <= now()),
             lapse=Update(
                 lambda c, given: {
                     "state": WAITING,
@@ -235,10 +337,10 @@ def pillarbox_layout(lanes: int = LANES) -> Layout:
         ),
         order=Order(
             key="key",
-            in_flight=lambda c: c.state == LEASED,
-            blocking=lambda c: c.state == WAITING,
-            parking=lambda c: c.parks,
-            blocked=lambda c: c.state == BLOCKED,
+            in_flight=lambda c: (c.state == LEASED) & _is_keyed(c),
+            blocking=lambda c: (c.state == WAITING) & _is_keyed(c),
+            parking=lambda c: c.parks & c.key.is_not(None),
+            blocked=lambda c: (c.state == BLOCKED) & _is_keyed(c),
             block=Update(lambda c, given: {"state": BLOCKED}),
             unblock=Update(lambda c, given: {"state": READY}),
         ),

@@ -81,9 +81,11 @@ class CallableSink:
                     if not isinstance(outcomes[position], Delivered):
                         break
 
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(min(self._concurrency, len(keys))):
-                workers.create_task(work())
+        # Not a TaskGroup: that swallows a second cancellation instead of passing it on.
+        workers = [work() for _ in range(min(self._concurrency, len(keys)))]
+        for error in await asyncio.gather(*workers, return_exceptions=True):
+            if error is not None:
+                raise error
         if outages:
             after = max((outage.after for outage in outages if outage.after is not None), default=None)
             raise SinkUnavailable(str(outages[0]), after=after, outcomes=outcomes) from outages[0]
@@ -159,9 +161,13 @@ class CallableSink:
 
 
 def _catch(function: Callable[..., Any], argument: object) -> tuple[object, BaseException | None]:
-    # As a value: a StopIteration that is set on a future would leave its waiter waiting.
+    # Exceptions as values: a StopIteration that is set on a future would leave its waiter waiting.
     try:
         return function(argument), None
+    except StopIteration as error:
+        wrapped = RuntimeError("function raised StopIteration")
+        wrapped.__cause__ = error
+        return None, wrapped
     except BaseException as error:
         return None, error
 

@@ -6,7 +6,7 @@ statement, so that there is never a statement a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -27,53 +27,80 @@ class Given(NamedTuple):
     parks: bool = False
 
 
-_TYPES: dict[str, Any] = {
-    "row_id": sa.BigInteger(),
-    "fence": UuidText(),
-    "attempt": sa.Integer(),
-    "delay": sa.Float(),
-    "error": sa.Text(),
-    "parks": sa.Boolean(),
+class _Kind(NamedTuple):
+    type: Any
+    postgres: str
+    mysql: str
+
+
+_KINDS = {
+    "row_id": _Kind(sa.BigInteger(), "BIGINT", "BIGINT"),
+    "fence": _Kind(UuidText(), "UUID", "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin"),
+    "attempt": _Kind(sa.Integer(), "INTEGER", "INT"),
+    "delay": _Kind(sa.Float(), "DOUBLE PRECISION", "DOUBLE"),
+    "error": _Kind(sa.Text(), "TEXT", "LONGTEXT"),
+    "parks": _Kind(sa.Boolean(), "BOOLEAN", "TINYINT"),
 }
-
-_POSTGRES = (
-    "SELECT * FROM unnest(CAST(:g_row_id AS BIGINT[]), CAST(:g_fence AS UUID[]), CAST(:g_attempt AS INTEGER[]),"
-    " CAST(:g_delay AS DOUBLE PRECISION[]), CAST(:g_error AS TEXT[]), CAST(:g_parks AS BOOLEAN[]))"
-    " AS g(row_id, fence, attempt, delay, error, parks)"
-)
-_MYSQL = (
-    "SELECT * FROM JSON_TABLE(:g_rows, '$[*]' COLUMNS (row_id BIGINT PATH '$[0]',"
-    " fence CHAR(36) CHARACTER SET ascii COLLATE ascii_bin PATH '$[1]', attempt INT PATH '$[2]',"
-    " delay DOUBLE PATH '$[3]', error LONGTEXT PATH '$[4]', parks TINYINT PATH '$[5]')) AS g"
-)
-_SQLITE = "SELECT " + ", ".join(
-    f"json_extract(value, '$[{index}]') AS {name}" for index, name in enumerate(_TYPES)
-) + " FROM json_each(:g_rows)"
-
-
-# Named so that they cannot meet a column's name.
-_BINDS = tuple(f"g_{name}" for name in Given._fields)
 
 
 def is_mysql(dialect: str) -> bool:
     return dialect in ("mysql", "mariadb")
 
 
-def given_rows(dialect: str) -> sa.Subquery:
-    """The given batch as a table to join with."""
-    text = _POSTGRES if dialect == "postgresql" else _MYSQL if is_mysql(dialect) else _SQLITE
-    return sa.text(text).columns(**_TYPES).subquery("given")
+class GivenRows:
+    """A batch as a table to join with; of its columns only those that a statement reads are sent."""
+
+    def __init__(self, dialect: str, names: Collection[str] = Given._fields) -> None:
+        self._is_postgres = dialect == "postgresql"
+        self._indexes = [index for index, name in enumerate(Given._fields) if name in names]
+        self.names = [Given._fields[index] for index in self._indexes]
+        build = self._unnest if self._is_postgres else self._json_table if is_mysql(dialect) else self._json_each
+        columns = {name: _KINDS[name].type for name in self.names}
+        self.table = sa.text(build()).columns(**columns).subquery("given")
+
+    @property
+    def c(self) -> Any:
+        return self.table.c
+
+    def params(self, rows: Sequence[Given]) -> dict[str, Any]:
+        """The statement's parameters for a batch, named so that they cannot meet a column's name."""
+        if self._is_postgres:
+            return {
+                f"g_{name}": [row[index] for row in rows]
+                for index, name in zip(self._indexes, self.names, strict=True)
+            }
+        wanted = [[row[index] for index in self._indexes] for row in rows]
+        return {"g_rows": orjson.dumps(wanted).decode()}
+
+    def _unnest(self) -> str:
+        arrays = ", ".join(f"CAST(:g_{name} AS {_KINDS[name].postgres}[])" for name in self.names)
+        return f"SELECT * FROM unnest({arrays}) AS g({', '.join(self.names)})"
+
+    def _json_table(self) -> str:
+        columns = ", ".join(
+            f"{name} {_KINDS[name].mysql} PATH '$[{index}]'" for index, name in enumerate(self.names)
+        )
+        return f"SELECT * FROM JSON_TABLE(:g_rows, '$[*]' COLUMNS ({columns})) AS g"
+
+    def _json_each(self) -> str:
+        columns = ", ".join(f"json_extract(value, '$[{index}]') AS {name}" for index, name in enumerate(self.names))
+        return f"SELECT {columns} FROM json_each(:g_rows)"
 
 
-def given_params(dialect: str, rows: Sequence[Given]) -> dict[str, Any]:
-    """The statement's parameters for a batch."""
-    if dialect == "postgresql":
-        return dict(zip(_BINDS, map(list, zip(*rows, strict=True)), strict=True))
-    return {"g_rows": orjson.dumps([tuple(row) for row in rows]).decode()}
+class UsedColumns:
+    """Hands out the columns of a given batch and remembers which were asked for."""
+
+    def __init__(self, given: GivenRows) -> None:
+        self._given = given
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return self._given.c[name]
 
 
 def delete_given(
-    dialect: str, table: sa.Table, row: str, given: sa.Subquery, match: Callable[[Any], ColumnElement[bool]]
+    dialect: str, table: sa.Table, row: str, match: Callable[[Any], ColumnElement[bool]]
 ) -> sa.Delete:
     """Delete the rows of a table that match the given ones."""
     if dialect == "sqlite":  # SQLite has no DELETE ... USING

@@ -12,11 +12,13 @@ from typing import Any
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from pillarbox.errors import MissingExtra
 from pillarbox.stores import Mode
 from pillarbox.stores.server import HOLD_DEADLINE, AsyncSqlStore
+
+_SECONDS = int(HOLD_DEADLINE.total_seconds())
 
 
 class MySqlStore(AsyncSqlStore):
@@ -36,16 +38,10 @@ class MySqlStore(AsyncSqlStore):
             isolation_level="READ COMMITTED",
             json_deserializer=orjson.loads,
             pool_size=10,
-            pool_pre_ping=False,
+            # A transaction idle for this long belongs to a lost host; a connection in the pool must not get that old.
+            connect_args={"init_command": f"SET SESSION wait_timeout = {_SECONDS + 1}"},
+            pool_recycle=_SECONDS,
         )
-
-    async def open(self) -> None:
-        await super().open()
-
-    async def _begin_hold(self, connection: AsyncConnection) -> None:
-        # Without statements for this long the server takes the host for lost, and frees its rows.
-        seconds = int(HOLD_DEADLINE.total_seconds()) + 1
-        await connection.exec_driver_sql(f"SET SESSION wait_timeout = {seconds}")
 
     async def wait(self, timeout: timedelta) -> bool:
         await asyncio.sleep(timeout.total_seconds())

@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql.elements import ColumnElement
 
 from pillarbox.codec import decode_json
-from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, load_event
+from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, compile_loader, load_event
 from pillarbox.layouts.layout import Layout
 from pillarbox.stores.dialect import is_mysql
 
@@ -91,15 +91,24 @@ def _build_postgres(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -
         .cte("judged")
         .prefix_with("MATERIALIZED")
     )
-    passed = sa.select(judged.c.row).where(sa.not_(judged.c.is_blocked))
+    passed = sa.select(judged.c.row).where(sa.not_(judged.c.is_blocked)).scalar_subquery()
+    # By an array of row numbers alone: with stale statistics a condition on the state would tempt the planner to read
+    # all ready rows. Whether the row is still ready is looked at after it is locked.
     locked = (
-        sa.select(row.label("row"), outbox.c[layout.attempts].label("attempts"), *_fields(layout, outbox))
-        .where(row.in_(passed), layout.ready(outbox.c))
+        sa.select(
+            row.label("row"),
+            outbox.c[layout.attempts].label("attempts"),
+            *_fields(layout, outbox),
+            layout.ready(outbox.c).label("is_ready"),
+        )
+        .where(row == sa.any_(sa.func.array(passed, type_=postgresql.ARRAY(sa.BigInteger))))
         .with_for_update(skip_locked=True)
         .subquery("locked")
     )
+    # In the list of columns, where the planner cannot push it down into the locking part.
+    taken = sa.case((locked.c.is_ready, locked.c.row)).label("taken")
     query = (
-        sa.select(judged.c.row, judged.c.key, judged.c.is_blocked, judged.c.lane, *locked.c)
+        sa.select(judged.c.row, judged.c.key, judged.c.is_blocked, judged.c.lane, taken, *list(locked.c)[1:-1])
         .select_from(judged.outerjoin(locked, judged.c.row == locked.c.row))
         .order_by(judged.c.row)
     )
@@ -172,37 +181,25 @@ def _decode_time(value: Any) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-class Loader:
+class ClaimLoader:
     """Makes claims from the rows of a pick."""
 
-    def __init__(self, layout: Layout, dialect: str) -> None:
-        is_postgres = dialect == "postgresql"
+    def __init__(self, dialect: str) -> None:
         decoders: dict[str, Callable[[Any], Any]] = {"headers": _decode_headers}
-        if not is_postgres:
+        if dialect != "postgresql":
             decoders |= {"id": UUID, "due_at": _decode_time, "created_at": _decode_time}
-        self._decoders = [(EVENT_FIELDS.index(name), decode) for name, decode in decoders.items()]
-        self._headers = EVENT_FIELDS.index("headers")
+        self._load = compile_loader(offset=FIRST_FIELD, decoders=decoders)
 
     def load(self, row: Sequence[Any]) -> Claim:
         """A claim for a picked row; a row that does not decode makes a claim that says so."""
-        values = list(row[FIRST_FIELD:])
         try:
-            event = load_event(*self._decode(values))
+            return Claim(row[4], self._load(row), row[5] + 1)
         except (ValueError, TypeError, AttributeError) as error:
-            return Claim(row[4], load_event(*_salvage(values)), row[5] + 1, defect=f"Row {row[4]}: {error}")
-        return Claim(row[4], event, row[5] + 1)
-
-    def _decode(self, values: list[Any]) -> list[Any]:
-        for index, decode in self._decoders:
-            value = values[index]
-            if value is not None:
-                values[index] = decode(value)
-        if values[self._headers] is None:
-            values[self._headers] = NO_HEADERS
-        return values
+            event = load_event(*_salvage(row[FIRST_FIELD:]))
+            return Claim(row[4], event, row[5] + 1, defect=f"Row {row[4]}: {error}")
 
 
-def _salvage(values: list[Any]) -> list[Any]:
+def _salvage(values: Sequence[Any]) -> list[Any]:
     good = dict(zip(EVENT_FIELDS, values, strict=True))
     return [
         *(UUID(int=0), str(good["type"]), str(good["topic"]), good["key"], bytes(good["payload"] or b""), BYTES),

@@ -24,6 +24,9 @@ from pillarbox.wakeup import PostgresListener, channel_name
 
 log = logging.getLogger("pillarbox.store")
 
+# In milliseconds; statement_timeout does not bound a hold, which is idle between its statements.
+IDLE_TIMEOUT = str(int(HOLD_DEADLINE.total_seconds() * 1000) + 1000)
+
 
 class PostgresStore(AsyncSqlStore):
     """The relay's side of an outbox in PostgreSQL.
@@ -67,7 +70,7 @@ class PostgresStore(AsyncSqlStore):
         await self._connect()
         await super().open()
         url = self._listen_url or (None if self.is_pooled else self.url)
-        if self._wants_notify and url is not None:
+        if self._wants_notify and url is not None and self._listener is None:
             self._listener = PostgresListener(url, channel_name(self.tables["outbox"]))
             await self._listener.start()
 
@@ -88,9 +91,8 @@ class PostgresStore(AsyncSqlStore):
         return await super()._transact(work, writes=writes)
 
     async def _begin_hold(self, connection: AsyncConnection) -> None:
-        # statement_timeout does not bound a hold: between its statements the transaction is idle.
-        milliseconds = int(HOLD_DEADLINE.total_seconds() * 1000) + 1000
-        await connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}")
+        if self.is_pooled:
+            await connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {IDLE_TIMEOUT}")
 
     async def wait(self, timeout: timedelta) -> bool:
         if self._listener is not None and self._listener.is_listening:
@@ -104,7 +106,8 @@ class PostgresStore(AsyncSqlStore):
 
     async def close(self) -> None:
         if self._listener is not None:
-            await self._listener.stop()
+            listener, self._listener = self._listener, None
+            await listener.stop()
         if self._connected is not None:
             await self._connected.dispose()
             self._connected = None
@@ -116,7 +119,13 @@ def direct_engine(url: sa.URL) -> AsyncEngine:
         isolation_level="READ COMMITTED",
         json_deserializer=orjson.loads,
         pool_size=10,
-        connect_args={"server_settings": {"application_name": "pillarbox", "jit": "off"}},
+        connect_args={
+            "server_settings": {
+                "application_name": "pillarbox",
+                "idle_in_transaction_session_timeout": IDLE_TIMEOUT,
+                "jit": "off",
+            }
+        },
     )
 
 

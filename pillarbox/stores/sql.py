@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 
 from pillarbox.errors import SchemaError, StoreUnavailable, Unsupported
-from pillarbox.event import Claim, Outcome
+from pillarbox.event import RELEASED, Claim, Outcome
 from pillarbox.layouts import Layout, declare_layout
 from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
 from pillarbox.stores.operations import Operations
@@ -39,11 +40,19 @@ class LeaseBatch:
         self.claims: Sequence[Claim] = taken.claims
         self.is_full = is_full
         self.has_tried = False
+        self.lanes = taken.lanes
+        store.busy_lanes.update(self.lanes)
 
     async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
-        return await self._store.run(
+        settlement = await self._store.run(
             lambda db: self._store.transitions.settle(db, self.claims, outcomes, mode="lease", park=park)
         )
+        self._leave_lanes()
+        return settlement
+
+    def _leave_lanes(self) -> None:
+        self._store.busy_lanes.subtract(self.lanes)
+        self.lanes = set()
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]:
         if not self.claims:
@@ -51,13 +60,13 @@ class LeaseBatch:
         return await self._store.run(lambda db: self._store.transitions.renew(db, self.claims, lease))
 
     async def abandon(self) -> None:
-        from pillarbox.event import RELEASED
-
         try:
             if self.claims:
                 await self.settle([RELEASED] * len(self.claims))
         except StoreUnavailable as error:
             log.warning("Could not release %d claims, they lapse by themselves: %s", len(self.claims), error)
+        finally:
+            self._leave_lanes()
 
 
 class SqlStore(ABC):
@@ -83,6 +92,7 @@ class SqlStore(ABC):
         self.retention = retention
         self.sink = sink
         self.name = f"{url.render_as_string(hide_password=True)} ({self.tables['outbox'].fullname})"
+        self.busy_lanes: Counter[int] = Counter()
         self._woken_at = 0.0
         self._build(self.dialect)
 
@@ -138,7 +148,8 @@ class SqlStore(ABC):
         if mode == "hold":
             batch, blocked = await self._hold(limit)
         else:
-            taken = await self.run(lambda db: self.transitions.claim(db, limit, mode, lease))
+            busy = [lane for lane, batches in self.busy_lanes.items() if batches > 0]
+            taken = await self.run(lambda db: self.transitions.claim(db, limit, mode, lease, busy=busy))
             batch, blocked = LeaseBatch(self, taken, is_full=taken.is_full), taken.blocked
         marked = 0
         if blocked and not is_prefetch:

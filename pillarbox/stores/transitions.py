@@ -19,22 +19,23 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import insert as mysql_insert
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.event import Claim, Dead, Delivered, Outcome, Released, Retry
+from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Outcome, Released, Retry
 from pillarbox.layouts.clock import seconds_until
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
-from pillarbox.stores.dialect import Given, delete_given, given_params, given_rows, is_mysql
-from pillarbox.stores.pick import Loader, build_pick
+from pillarbox.stores.dialect import Given, GivenRows, UsedColumns, delete_given, is_mysql
+from pillarbox.stores.pick import ClaimLoader, build_pick
 
 WAKE_LIMIT = 1000
 WRITERS = "#writers"
@@ -47,6 +48,7 @@ class Taken(NamedTuple):
     claims: list[Claim]
     blocked: list[tuple[Any, str]]
     """Rows that wait behind another of their key, with that key."""
+    lanes: set[int]
     is_full: bool
     has_tried: bool
 
@@ -66,11 +68,11 @@ class LaneShare:
     def __post_init__(self) -> None:
         self.wanted = max(1, self.lanes // 2)
 
-    def latched(self, count: int, busy: int) -> None:
-        if count < min(self.wanted, busy):
-            self.wanted = max(1, count // 2)
+    def latched(self, got: int, wanted: int) -> None:
+        if got < wanted:
+            self.wanted = max(4, got, self.wanted // 2)
         else:
-            self.wanted = min(max(1, self.lanes // 2), self.wanted + 1)
+            self.wanted = min(max(4, self.lanes // 2), self.wanted + 1)
 
     def rows_per_lane(self, limit: int, lanes: int) -> int:
         return min(limit, max(self.depth, -(-2 * limit // lanes)))
@@ -102,12 +104,12 @@ class Transitions:
         self.share = LaneShare(layout.lanes)
         self._row = self.outbox.c[layout.row]
         self._mine = self.outbox.c[layout.sink] == sa.bindparam("sink", sink)
-        self._given = given_rows(dialect)
+        self._given = GivenRows(dialect)
         self._delivered = layout.kept if retain else layout.delivered
         self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
-        self._loader = Loader(layout, dialect)
+        self._loader = ClaimLoader(dialect)
         self._latch = self._build_latch()
-        self._due = self._select_due(layout.waits_for_time(self.outbox.c) & layout.due(self.outbox.c))
+        self._due = [self._select_due(due(self.outbox.c)) for due in layout.due]
         self._lapsed = self._select_due(
             layout.lease.lapsed(self.outbox.c),
             *(self.outbox.c[name] for name in (layout.attempts, layout.lease.fence, layout.order.key)),
@@ -134,11 +136,16 @@ class Transitions:
 
     # -- claiming ---------------------------------------------------------------------------------------------------
 
-    def claim(self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta) -> Taken:
-        """Latch, pick and, for a lease, write the claims into their rows."""
-        lanes = self._latch(db)
+    def claim(
+        self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
+    ) -> Taken:
+        """Latch, pick and, for a lease, write the claims into their rows.
+
+        `busy` lanes have rows of this relay under way: their keys are probably taken, so they come last.
+        """
+        lanes = self._latch(db, busy)
         if not lanes:
-            return Taken([], [], False, False)
+            return Taken([], [], set(), False, False)
         depth = self.share.rows_per_lane(limit, len(lanes))
         rows = self._pick(db, lanes, depth, limit)
         if len(rows) < limit and len(lanes) < limit:
@@ -173,7 +180,7 @@ class Transitions:
                 has_tried = True
             if key is not None:
                 broken.add(key)
-        return Taken(claims, blocked, len(rows) >= limit, has_tried)
+        return Taken(claims, blocked, {row[3] for row in rows}, len(rows) >= limit, has_tried)
 
     def block(self, db: sa.Connection, blocked: Sequence[tuple[Any, str]]) -> int:
         """Take rows that wait behind another out of the claim index.
@@ -205,8 +212,8 @@ class Transitions:
         lapsed = db.execute(self._lapsed, {"limit": WAKE_LIMIT}).all()
         if lapsed:
             moved += self._let_go(db, lapsed, max_attempts)
-        due = db.execute(self._due, {"limit": WAKE_LIMIT}).scalars().all()
-        if due:
+        for query in self._due:
+            due = db.execute(query, {"limit": WAKE_LIMIT}).scalars().all()
             moved += self._write(db, "promote", [Given(row) for row in due])
         return moved
 
@@ -276,19 +283,19 @@ class Transitions:
 
     def move(self, db: sa.Connection, move: Move, rows: Sequence[Given], *, fenced: bool) -> int:
         """Move outbox rows into another table."""
-        match = self._match(fenced)
+        match = self._match(self._given, fenced)
         lock = sa.select(self._row).where(match(self.outbox.c)).with_for_update(of=self.outbox)
         by_row = {given.row_id: given for given in rows}
-        found = db.execute(lock, given_params(self.dialect, rows)).scalars().all()
+        found = db.execute(lock, self._given.params(rows)).scalars().all()
         if not found:
             return 0
-        params = given_params(self.dialect, [by_row[row] for row in found])
+        params = self._given.params([by_row[row] for row in found])
         target = self.tables[move.into]
         values = move.values(self.outbox.c, self._given.c)
         columns = [column.name for column in target.c if column.name in self.outbox.c or column.name in values]
         source = sa.select(*(_as_column(values.get(name, self.outbox.c.get(name)), name) for name in columns))
         db.execute(sa.insert(target).from_select(columns, source.where(match(self.outbox.c))), params)
-        gone = delete_given(self.dialect, self.outbox, self.layout.row, self._given, match)
+        gone = delete_given(self.dialect, self.outbox, self.layout.row, match)
         return db.execute(gone, params).rowcount
 
     # -- what applications change -----------------------------------------------------------------------------------
@@ -329,25 +336,31 @@ class Transitions:
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _match(self, fenced: bool) -> Callable[[Any], ColumnElement[bool]]:
-        given, row, fence = self._given.c, self.layout.row, self.layout.lease.fence
+    def _match(self, given: GivenRows, fenced: bool) -> Callable[[Any], ColumnElement[bool]]:
+        row, fence = self.layout.row, self.layout.lease.fence
 
         def match(columns: Any) -> ColumnElement[bool]:
-            same: ColumnElement[bool] = columns[row] == given.row_id
-            return same & (columns[fence] == given.fence) if fenced else same
+            same: ColumnElement[bool] = columns[row] == given.c.row_id
+            return same & (columns[fence] == given.c.fence) if fenced else same
 
         return match
 
-    def _build_write(self, write: Update | Delete, fenced: bool) -> sa.Update | sa.Delete:
-        match = self._match(fenced)
+    def _build_write(self, write: Update | Delete, fenced: bool) -> tuple[sa.Update | sa.Delete, GivenRows]:
+        names = {"row_id", "fence"} if fenced else {"row_id"}
         if isinstance(write, Delete):
-            return delete_given(self.dialect, self.outbox, self.layout.row, self._given, match)
-        return sa.update(self.outbox).where(match(self.outbox.c)).values(write.values(self.outbox.c, self._given.c))
+            given = GivenRows(self.dialect, names)
+            return delete_given(self.dialect, self.outbox, self.layout.row, self._match(given, fenced)), given
+        used = UsedColumns(self._given)
+        write.values(self.outbox.c, used)
+        given = GivenRows(self.dialect, names | used.names)
+        match = self._match(given, fenced)
+        return sa.update(self.outbox).where(match(self.outbox.c)).values(write.values(self.outbox.c, given.c)), given
 
     def _write(self, db: sa.Connection, name: str, rows: Sequence[Given], *, fenced: bool = False) -> int:
         if not rows:
             return 0
-        return db.execute(self._writes[fenced][name], given_params(self.dialect, rows)).rowcount
+        statement, given = self._writes[fenced][name]
+        return db.execute(statement, given.params(rows)).rowcount
 
     def _select_due(self, condition: ColumnElement[bool], *more: Any) -> sa.Select[Any]:
         until = self.outbox.c[self.layout.until]
@@ -355,15 +368,14 @@ class Transitions:
         return query.order_by(until).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
 
     def _build_next_due(self) -> sa.Select[Any]:
-        # One index probe a state; a combined condition would sort.
-        layout, until = self.layout, self.outbox.c[self.layout.until]
-        conditions = (layout.waits_for_time, layout.order.in_flight)
+        # One index probe a state; a combined condition would read them all.
+        until = self.outbox.c[self.layout.until]
         return sa.select(
             *(
                 sa.select(seconds_until(sa.func.min(until)))
                 .where(self._mine, condition(self.outbox.c))
                 .scalar_subquery()
-                for condition in conditions
+                for condition in self.layout.times
             )
         )
 
@@ -376,41 +388,48 @@ class Transitions:
         values = order.unblock.values(self.outbox.c, self._given.c)
         return sa.update(self.outbox).where(self._mine, order.blocked(self.outbox.c), chosen).values(values)
 
-    def _build_latch(self) -> Callable[[sa.Connection], list[int]]:
+    def _build_latch(self) -> Callable[[sa.Connection, Collection[int]], list[int]]:
         lanes, layout = self.tables["lanes"], self.layout
         work = (
             sa.select(self._row)
-            .where(
-                self._mine, layout.ready(self.outbox.c), self.outbox.c[layout.lane] == lanes.c.lane
-            )
+            .where(self._mine, layout.ready(self.outbox.c), self.outbox.c[layout.lane] == lanes.c.lane)
             .limit(1)
             .scalar_subquery()
             .correlate(lanes)
         )
-        busy = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, work.is_not(None))
+        with_work = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, work.is_not(None))
         if self.dialect == "postgresql":
-            return self._latch_postgres(busy)
-        locked = sa.select(lanes.c.lane).where(
-            lanes.c.sink == self.sink, lanes.c.lane.in_(sa.bindparam("lanes", expanding=True))
-        ).with_for_update(skip_locked=True)
+            return self._latch_in_one(with_work)
+        chosen = lanes.c.lane.in_(sa.bindparam("lanes", expanding=True))
+        lock = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, chosen).with_for_update(skip_locked=True)
 
-        def latch(db: sa.Connection) -> list[int]:
-            found = list(db.execute(busy).scalars())
-            if not is_mysql(self.dialect) or not found:
-                return found  # SQLite's write lock is the latch
-            wanted = random.sample(found, min(self.share.wanted, len(found)))
-            got = list(db.execute(locked, {"lanes": wanted}).scalars())
-            self.share.latched(len(got), len(found))
+        def latch(db: sa.Connection, busy: Collection[int]) -> list[int]:
+            found = list(db.execute(with_work).scalars())
+            random.shuffle(found)
+            found.sort(key=lambda lane: lane in busy)
+            wanted = found[: self.share.wanted]
+            if not wanted or not is_mysql(self.dialect):
+                return wanted  # SQLite's write lock is the latch
+            got = list(db.execute(lock, {"lanes": wanted}).scalars())
+            self.share.latched(len(got), len(wanted))
             return got
 
         return latch
 
-    def _latch_postgres(self, busy: sa.Select[Any]) -> Callable[[sa.Connection], list[int]]:
-        latched = busy.order_by(sa.func.random()).limit(sa.bindparam("wanted")).with_for_update(skip_locked=True)
+    def _latch_in_one(self, with_work: sa.Select[Any]) -> Callable[[sa.Connection, Collection[int]], list[int]]:
+        lane = self.tables["lanes"].c.lane
+        is_busy = lane == sa.any_(sa.bindparam("busy", type_=postgresql.ARRAY(sa.SmallInteger)))
+        latched = (
+            with_work.order_by(is_busy, sa.func.random())
+            .limit(sa.bindparam("wanted"))
+            .with_for_update(skip_locked=True)
+        )
 
-        def latch(db: sa.Connection) -> list[int]:
-            got = list(db.execute(latched, {"wanted": self.share.wanted}).scalars())
-            self.share.latched(len(got), len(got) if len(got) < 2 else self.share.wanted)
+        def latch(db: sa.Connection, busy: Collection[int]) -> list[int]:
+            wanted = self.share.wanted
+            got = list(db.execute(latched, {"wanted": wanted, "busy": list(busy)}).scalars())
+            # Fewer than wanted: others hold lanes, or few lanes have work; a smaller share is right for both.
+            self.share.latched(len(got), wanted)
             return got
 
         return latch
@@ -429,11 +448,15 @@ def _as_column(value: Any, name: str) -> ColumnElement[Any]:
 
 
 def _group(claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool) -> dict[str, list[Given]]:
-    groups: dict[str, list[Given]] = {"delivered": [], "retry": [], "dead": [], "release": []}
+    delivered: list[Given] = []
+    groups: dict[str, list[Given]] = {"delivered": delivered, "retry": [], "dead": [], "release": []}
     for claim, outcome in zip(claims, outcomes, strict=True):
+        if outcome is DELIVERED:  # nearly always
+            delivered.append(Given(claim.row, claim.fence, claim.attempt))
+            continue
         match outcome:
             case Delivered():
-                groups["delivered"].append(Given(claim.row, claim.fence, claim.attempt))
+                delivered.append(Given(claim.row, claim.fence, claim.attempt))
             case Retry(error=error, after=after):
                 seconds = 0.0 if after is None else after.total_seconds()
                 groups["retry"].append(Given(claim.row, claim.fence, claim.attempt, seconds, error))

@@ -1,8 +1,8 @@
 """The obligations of the Sink port, one test each, over every sink that needs no server.
 
 A kit puts a sink before a destination that the test can look into, break and block without asking the sink.
-What a destination cannot do (nothing arrives at `null:`) its kit does not list among its features. What one sink
-promises beyond the port stands below the suite.
+What a destination cannot do (nothing arrives at `null:`) its kit does not list among its features. What one
+sink promises beyond the port stands below the suite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import UUID
@@ -36,13 +38,14 @@ from pillarbox.event import (
     Retry,
     load_event,
 )
-from pillarbox.sinks import Sink
+from pillarbox.sinks import Sink, list_schemes, open_sink
 from pillarbox.sinks.callable import CallableSink
 from pillarbox.sinks.file import FileSink
 from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.order import group_by_key, release_successors
 from pillarbox.sinks.stdout import StdoutSink
+from pillarbox.sinks.url import mask_url
 
 FAILED = (Retry, Dead)
 
@@ -514,9 +517,18 @@ async def test_file_batch_is_one_write_and_on_disk_before_it_is_delivered(tmp_pa
     sink = FileSink(tmp_path / "out")
     await sink.open()
     calls: list[str] = []
-    write, sync = os.write, os.fsync
-    monkeypatch.setattr(os, "write", lambda fd, data: (calls.append("write"), write(fd, data))[1])
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), sync(fd))[1])
+
+    def note(name: str) -> Callable[..., Any]:
+        original = getattr(os, name)
+
+        def noted(*arguments: Any) -> Any:
+            calls.append(name)
+            return original(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(os, "write", note("write"))
+    monkeypatch.setattr(os, "fsync", note("fsync"))
     await sink.deliver([claim(f"{n}") for n in range(100)])
     assert calls == ["write", "fsync"]
     await sink.close()
@@ -553,6 +565,24 @@ async def test_file_that_was_moved_away_is_made_anew(tmp_path, move):
     move(path)
     await sink.deliver([claim("b")])
     await sink.close()
+    assert names(path.read_text()) == ["b"]
+
+
+async def test_file_that_is_rotated_before_it_could_be_locked_is_not_written(tmp_path, monkeypatch):
+    path = tmp_path / "out"
+    sink = FileSink(path)
+    await sink.deliver([claim("a")])
+    flock = fcntl.flock
+
+    def rotate_and_lock(descriptor: int, operation: int) -> None:
+        if not path.with_name("old").exists():
+            path.rename(path.with_name("old"))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", rotate_and_lock)
+    await sink.deliver([claim("b")])
+    await sink.close()
+    assert names(path.with_name("old").read_text()) == ["a"]
     assert names(path.read_text()) == ["b"]
 
 
@@ -745,3 +775,493 @@ async def test_memory_passes_on_what_the_destination_asks_for():
     with pytest.raises(SinkUnavailable, match="over quota") as outage:
         await sink.deliver([claim("a")])
     assert outage.value.after == timedelta(minutes=1)
+
+
+# CallableSink
+
+
+async def outcome_of(function: Callable[..., Any], **options: Any) -> Outcome:
+    sink = CallableSink(function, **options)
+    (outcome,) = await sink.deliver([claim("a")])
+    await sink.close()
+    return outcome
+
+
+async def test_function_may_be_sync_and_runs_in_a_thread_with_the_callers_context():
+    tenant: ContextVar[str] = ContextVar("tenant")
+    tenant.set("a")
+    found: list[tuple[str, str, bool]] = []
+
+    def handle(event: Event) -> None:
+        found.append((event.topic, tenant.get(), threading.current_thread() is threading.main_thread()))
+
+    assert await outcome_of(handle) == DELIVERED
+    assert found == [("a", "a", False)]
+
+
+def taking_event(event):
+    return Dead(type(event).__name__)
+
+
+def taking_claim(claim: Claim):
+    return Dead(type(claim).__name__)
+
+
+def taking_quoted_claim(claim: Claim, other: Unknown = None):  # type: ignore[name-defined]  # noqa: F821
+    return Dead(type(claim).__name__)
+
+
+class TakingClaim:
+    async def __call__(self, claim: Claim):
+        return Dead(type(claim).__name__)
+
+    def method(self, claim: Claim):
+        return Dead(type(claim).__name__)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (taking_event, "Event"),
+        (lambda event: Dead(type(event).__name__), "Event"),
+        (taking_claim, "Claim"),
+        (taking_quoted_claim, "Claim"),
+        (TakingClaim(), "Claim"),
+        (TakingClaim().method, "Claim"),
+        (partial(taking_claim), "Claim"),
+    ],
+    ids=[
+        "bare",
+        "lambda",
+        "annotated",
+        "annotated with names unknown at run time",
+        "object",
+        "method",
+        "partial",
+    ],
+)
+async def test_function_gets_the_claim_when_its_parameter_is_annotated_so(function, expected):
+    assert await outcome_of(function) == Dead(expected)
+
+
+@pytest.mark.parametrize(
+    "outcome", [DELIVERED, RELEASED, Retry("later", timedelta(seconds=5)), Dead("never")], ids=repr
+)
+async def test_function_may_return_an_outcome(outcome: Outcome):
+    async def handle(event: Event) -> Outcome:
+        return outcome
+
+    assert await outcome_of(handle) == outcome
+
+
+async def test_function_may_hand_back_a_coroutine():
+    async def handle(event: Event) -> Outcome:
+        return Dead(event.topic)
+
+    assert await outcome_of(lambda event: handle(event)) == Dead("a")
+
+
+@pytest.mark.parametrize("result", [False, 0, "", [DELIVERED]])
+async def test_function_that_returns_anything_else_has_not_delivered(result):
+    outcome = await outcome_of(lambda event: result, name="orders")
+    text = f"TypeError: Sink 'orders': expected None or an outcome from its function, got {result!r}"
+    assert outcome == Retry(text)
+
+
+async def test_function_that_raises_is_retried_with_the_exception():
+    error = ValueError("bad\0 amount")
+
+    async def handle(event: Event) -> None:
+        raise error
+
+    outcome = await outcome_of(handle)
+    assert outcome == Retry("ValueError: bad amount")
+    assert isinstance(outcome, Retry)
+    assert outcome.cause is error
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (StopIteration("x"), "RuntimeError: function raised StopIteration"),
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError("mine"), "CancelledError: mine"),
+        (TimeoutError("its own"), "TimeoutError: its own"),
+        (ValueError("y" * 3000), "ValueError: " + "y" * 1987 + "…"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+async def test_no_exception_of_a_function_ends_the_relay(is_async, error, text):
+    def fail(event: Event) -> None:
+        raise error
+
+    async def fail_async(event: Event) -> None:
+        raise error
+
+    if is_async and isinstance(error, StopIteration):
+        text = "RuntimeError: coroutine raised StopIteration"
+    assert await outcome_of(fail_async if is_async else fail) == Retry(text)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+async def test_keys_run_in_parallel_up_to_the_concurrency(is_async):
+    running, most = 0, 0
+    lock = threading.Lock()
+    # Nobody goes on before three run at the same time.
+    barrier, meeting = threading.Barrier(3, timeout=10), asyncio.Barrier(3)
+
+    def count(step: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += step
+            most = max(most, running)
+
+    def handle(event: Event) -> None:
+        count(1)
+        barrier.wait()
+        count(-1)
+
+    async def handle_async(event: Event) -> None:
+        count(1)
+        await meeting.wait()
+        count(-1)
+
+    sink = CallableSink(handle_async if is_async else handle, concurrency=3)
+    batches = [[claim(f"{n}", f"{n}") for n in range(5)], [claim(f"{n}") for n in range(4)]]
+    results = await asyncio.gather(*(sink.deliver(batch) for batch in batches))
+    assert list(results) == [[DELIVERED] * 5, [DELIVERED] * 4]
+    assert most == 3
+    await sink.close()
+
+
+async def test_events_of_one_key_never_run_at_the_same_time():
+    running: set[str | None] = set()
+
+    async def handle(event: Event) -> None:
+        assert event.key not in running
+        running.add(event.key)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        running.remove(event.key)
+
+    batch = [claim(f"{key}{n}", key) for n in range(5) for key in "abc"]
+    assert await CallableSink(handle).deliver(batch) == [DELIVERED] * 15
+
+
+async def test_calls_that_run_when_the_destination_goes_down_keep_their_outcomes():
+    started, down = asyncio.Event(), asyncio.Event()
+
+    async def handle(event: Event) -> None:
+        if event.topic == "slow":
+            started.set()
+            await down.wait()
+        elif event.topic == "down":
+            await started.wait()
+            down.set()
+            raise SinkUnavailable("refused", after=timedelta(seconds=9))
+
+    sink = CallableSink(handle, concurrency=2)
+    with pytest.raises(SinkUnavailable, match=r"^refused$") as outage:
+        await sink.deliver([claim("slow", "k"), claim("down"), claim("next", "k"), claim("later")])
+    assert outage.value.outcomes == [DELIVERED, RELEASED, RELEASED, RELEASED]
+    assert outage.value.after == timedelta(seconds=9)
+
+
+async def test_async_function_is_cancelled_at_its_timeout():
+    cancelled: list[str] = []
+
+    async def handle(event: Event) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(event.topic)
+            raise
+
+    outcome = await outcome_of(handle, timeout=timedelta(milliseconds=5), name="orders")
+    assert outcome == Retry("TimeoutError: Sink 'orders': no answer within 5ms")
+    assert cancelled == ["a"]
+
+
+async def test_sync_function_past_its_timeout_is_retried_but_keeps_its_place_until_it_ends():
+    go_on = threading.Event()
+    sink = CallableSink(
+        lambda event: go_on.wait() and None, concurrency=1, timeout=timedelta(milliseconds=5), name="orders"
+    )
+    assert await sink.deliver([claim("a")]) == [Retry("TimeoutError: Sink 'orders': no answer within 5ms")]
+    second = asyncio.create_task(sink.deliver([claim("b")]))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not second.done()
+    go_on.set()
+    assert await second == [DELIVERED]
+    await sink.close()
+
+
+async def test_cancellation_waits_for_a_sync_function_and_starts_no_other():
+    started, go_on, seen = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def handle(event: Event) -> None:
+        loop.call_soon_threadsafe(started.set)
+        go_on.wait()
+        seen.append(event.topic)
+
+    sink = CallableSink(handle)
+    delivery = asyncio.create_task(sink.deliver([claim("a", "k"), claim("b", "k")]))
+    await started.wait()
+    delivery.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not delivery.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await delivery
+    assert seen == ["a"]
+    await sink.close()
+
+
+async def test_second_cancellation_does_not_wait_for_a_sync_function():
+    started, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def handle(event: Event) -> None:
+        loop.call_soon_threadsafe(started.set)
+        go_on.wait()
+
+    sink = CallableSink(handle)
+    delivery = asyncio.create_task(sink.deliver([claim("a")]))
+    await started.wait()
+    delivery.cancel()
+    await asyncio.sleep(0)
+    delivery.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await delivery
+    assert not go_on.is_set()
+    go_on.set()
+    await sink.close()
+
+
+async def test_function_that_swallows_a_cancellation_does_not_stop_it():
+    started, seen = asyncio.Event(), []
+
+    async def handle(event: Event) -> None:
+        seen.append(event.topic)
+        started.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    delivery = asyncio.create_task(CallableSink(handle).deliver([claim("a", "k"), claim("b", "k")]))
+    await started.wait()
+    delivery.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await delivery
+    assert seen == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: CallableSink(lambda: None, name="x"),
+            r"Sink 'x': expected a function .* got one that takes \(\)",
+        ),
+        (
+            lambda: CallableSink(lambda a, b: None, name="x"),
+            r"Sink 'x': expected a function .* takes \(a, b\)",
+        ),
+        (
+            lambda: CallableSink(print, name="x", concurrency=0),
+            "Sink 'x' concurrency: expected a whole number",
+        ),
+        (
+            lambda: CallableSink(print, name="x", timeout=timedelta(0)),
+            "Sink 'x' timeout: expected a timedelta above zero",
+        ),
+    ],
+)
+def test_callable_sink_refuses_what_it_cannot_call(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_callable_sink_is_named_for_its_function():
+    assert CallableSink(taking_event).name.endswith(".taking_event")
+
+
+# Order in a batch
+
+
+def test_claims_are_grouped_by_key_in_batch_order():
+    batch = [claim("a", "x"), claim("b"), claim("c", "y"), claim("d", "x"), claim("e")]
+    assert group_by_key(batch) == [[0, 3], [1], [2], [4]]
+
+
+def test_everything_after_an_undelivered_claim_of_its_key_is_released():
+    batch = [
+        claim("1", "x"),
+        claim("2", "y"),
+        claim("3", "x"),
+        claim("4", "x"),
+        claim("5", "y"),
+        claim("6"),
+        claim("7"),
+    ]
+    outcomes: list[Outcome] = [DELIVERED, RELEASED, Retry("no"), DELIVERED, Dead("no"), Dead("no"), DELIVERED]
+    expected = [DELIVERED, RELEASED, Retry("no"), RELEASED, RELEASED, Dead("no"), DELIVERED]
+    assert release_successors(batch, outcomes) == expected
+
+
+def test_wrong_number_of_outcomes_is_refused():
+    with pytest.raises(ValueError, match="Expected one outcome for each of 2 claims, got 1"):
+        release_successors([claim("a"), claim("b")], [DELIVERED])
+
+
+# Sinks by URL
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "name"),
+    [
+        ("null:", NullSink, "null:"),
+        ("null://", NullSink, "null://"),
+        ("stdout:", StdoutSink, "stdout:"),
+        ("file:out.jsonl", FileSink, "file:out.jsonl"),
+        ("FILE:///tmp/out.jsonl", FileSink, "FILE:///tmp/out.jsonl"),
+    ],
+)
+def test_url_opens_its_sink(url, kind, name):
+    sink = open_sink(url)
+    assert type(sink) is kind
+    assert sink.name == name
+    assert open_sink(url, name="orders").name == "orders"
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:/tmp/a%20b%23.jsonl", "/tmp/a b#.jsonl"),
+        ("file:///tmp/x", "/tmp/x"),
+        ("file:/x?lock_timeout=5s", "/x"),
+    ],
+)
+def test_file_url_names_its_path(url, path):
+    sink = open_sink(url)
+    assert isinstance(sink, FileSink)
+    assert sink.path == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("kafak://b:9092", "expected a url with scheme null, stdout or file; got 'kafak://b:9092'"),
+        (
+            "flie:/tmp/x",
+            "expected a url with scheme null, stdout or file; got 'flie:/tmp/x'. Did you mean 'file'?",
+        ),
+        ("orders.jsonl", "expected a url with scheme null, stdout or file; got 'orders.jsonl'"),
+        ("", "expected a url with scheme null, stdout or file; got ''"),
+        ("stdout:x", "expected 'stdout:' alone, got 'stdout:x'"),
+        ("null://host", "expected 'null:' alone, got 'null://host'"),
+        ("file:", "expected 'file:PATH' or 'file:///PATH', got 'file:'"),
+        ("file://out/x", "expected 'file:PATH' or 'file:///PATH', got 'file://out/x'"),
+        ("file:%00", "expected the path of a file, got '\\x00'"),
+        ("file:/x#1", "expected a url without a fragment, got 'file:/x#1'; write '#' as '%23'"),
+        ("file:/x\n", "expected a url without control characters and outer blanks, got 'file:/x\\n'"),
+        (
+            "file:/x?lock_timeot=1s",
+            "unknown option 'lock_timeot'; scheme 'file' takes the options lock_timeout. "
+            "Did you mean 'lock_timeout'?",
+        ),
+        ("null:?a=1", "unknown option 'a'; scheme 'null' takes no options."),
+        (
+            "file:/x?lock_timeout=1s&lock_timeout=2s",
+            "option 'lock_timeout' is given twice; give it in the url or beside it, once",
+        ),
+        ("http://[bad", "the url 'http://[bad' cannot be read; escape special characters with %"),
+    ],
+)
+def test_bad_url_is_refused_with_what_was_expected(url, message):
+    with pytest.raises(ConfigError) as refusal:
+        open_sink(url, name="orders")
+    assert str(refusal.value) == f"Sink 'orders': {message}"
+
+
+def test_option_beside_the_url_is_checked_too():
+    with pytest.raises(ConfigError, match="unknown option 'colour'; scheme 'stdout' takes no options"):
+        open_sink("stdout:", colour=True)
+    with pytest.raises(ConfigError, match="Sink 'file:/x' lock_timeout: expected a duration with its unit"):
+        open_sink("file:/x", lock_timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("amqp://user:hunter2@host/vhost", "amqp://user:***@host/vhost"),
+        ("amqp://user:hun/te?r@2@host", "amqp://user:***@host"),
+        ("https://hunter2@host/x", "https://***@host/x"),
+        ("redis://:hunter2@host", "redis://:***@host"),
+        ("redis:user:hunter2@host", "redis:user:***@host"),
+        ("kafka://b?sasl_password=hunter2&acks=all", "kafka://b?sasl_password=***&acks=all"),
+        ("https://host/x?a=1&API_KEY=hunter2#f", "https://host/x?a=1&API_KEY=***#f"),
+        ("nats://host:4222/subject", "nats://host:4222/subject"),
+    ],
+)
+def test_secrets_of_a_url_are_masked(url, shown):
+    assert mask_url(url) == shown
+    with pytest.raises(ConfigError) as refusal:
+        open_sink(url)
+    assert "hunter2" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["amqp://u:hunter2@[bad", "amqp://u:hunter2@host\n", "null://u:hunter2@x", "file://u:hunter2@x/y"]
+)
+def test_secrets_of_a_broken_url_are_masked(url):
+    with pytest.raises(ConfigError) as refusal:
+        open_sink(url)
+    assert "hunter2" not in str(refusal.value)
+
+
+@pytest.fixture
+def other_package(tmp_path, monkeypatch):
+    info = tmp_path / "carrier_pigeon-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: carrier-pigeon\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[pillarbox.sinks]\npigeon = carrier_pigeon:open_pigeon\nowl = carrier_pigeon:missing\n"
+    )
+    (tmp_path / "carrier_pigeon.py").write_text(
+        "from pillarbox.sinks.memory import MemorySink\n"
+        "def open_pigeon(url):\n"
+        "    url.refuse_options('ring')\n"
+        "    return MemorySink(f'{url.name} to {url.location} with {url.options}')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("carrier_pigeon", None)
+
+
+def test_another_package_may_add_a_scheme(other_package):
+    assert open_sink("pigeon://loft/3?ring=7", name="orders").name == "orders to //loft/3 with {'ring': '7'}"
+    assert list_schemes() == ["null", "stdout", "file", "owl", "pigeon"]
+    with pytest.raises(ConfigError, match=r"Did you mean 'pigeon'\?$"):
+        open_sink("pidgeon://loft")
+
+
+def test_adapter_that_cannot_be_loaded_is_named(other_package):
+    with pytest.raises(
+        ConfigError, match="the adapter 'carrier_pigeon:missing' of scheme 'owl' cannot be loaded"
+    ):
+        open_sink("owl:")
+
+
+def test_adapters_are_imported_only_when_asked_for():
+    script = (
+        "import sys; from pillarbox.sinks import open_sink; open_sink('null:');"
+        "print([name for name in sys.modules if name.startswith('pillarbox.sinks.')])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pillarbox.sinks.null" in found.stdout
+    assert "pillarbox.sinks.file" not in found.stdout
+    assert "pillarbox.sinks.stdout" not in found.stdout

@@ -6,6 +6,7 @@ import threading
 import time
 from datetime import UTC, datetime, timedelta, timezone
 from types import MappingProxyType
+from typing import Any
 from uuid import RFC_4122, UUID
 
 import pytest
@@ -167,7 +168,7 @@ def test_bad_text_is_refused(name, value, reason):
 
 @pytest.mark.parametrize("name", sorted(LIMITS))
 def test_text_longer_than_its_column_is_refused(name):
-    given = {"type": "t", "payload": b"", name: "x" * LIMITS[name]}
+    given: dict[str, Any] = {"type": "t", "payload": b"", name: "x" * LIMITS[name]}
     Event(**given)
     with pytest.raises(
         InvalidEvent, match=rf"^Event {name}: {LIMITS[name] + 1} characters, at most {LIMITS[name]} fit"
@@ -267,4 +268,4 @@ def test_outcomes_are_compared_by_value():
     assert Released() == RELEASED
     assert Retry("x", cause=ValueError()) == Retry("x")
     assert Retry("x") != Retry("x", timedelta(seconds=1))
-    assert Retry("x") != Dead("x")
+    assert Dead("x") not in (Retry("x"), Dead("y"))

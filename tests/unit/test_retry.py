@@ -166,46 +166,40 @@ def test_by_exception_shows_the_most_attempts_of_its_members():
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("kind", "options", "message"),
     [
-        (lambda: Exponential(timedelta(0)), "Exponential first: expected above zero"),
-        (lambda: Exponential("1s"), "Exponential first: expected a timedelta, got '1s'"),
-        (lambda: Exponential(factor=0.5), "Exponential factor: expected a number of 1 or more, got 0.5"),
-        (lambda: Exponential(factor=float("nan")), "Exponential factor: .* got nan"),
-        (lambda: Exponential(factor=float("inf")), "Exponential factor: .* got inf"),
-        (lambda: Exponential(factor=True), "Exponential factor: .* got True"),
+        (Exponential, {"first": timedelta(0)}, "Exponential first: expected above zero"),
+        (Exponential, {"first": "1s"}, "Exponential first: expected a timedelta, got '1s'"),
+        (Exponential, {"factor": 0.5}, "Exponential factor: expected a number of 1 or more, got 0.5"),
+        (Exponential, {"factor": float("nan")}, "Exponential factor: .* got nan"),
+        (Exponential, {"factor": float("inf")}, "Exponential factor: .* got inf"),
+        (Exponential, {"factor": True}, "Exponential factor: .* got True"),
+        (Exponential, {"cap": SECOND / 2}, "Exponential cap: expected at least the first delay"),
+        (Exponential, {"cap": timedelta(days=4000)}, "Exponential cap: .* at most 3650 days"),
+        (Exponential, {"max_attempts": 0}, "Exponential max_attempts: .* from 1 to 1000000"),
+        (Constant, {"max_attempts": True}, "Constant max_attempts: .* got True"),
+        (Constant, {"max_attempts": 2.0}, "Constant max_attempts: .* got 2.0"),
+        (Constant, {"max_age": timedelta(0)}, "Constant max_age: expected a timedelta above zero"),
+        (Constant, {"jitter": "no"}, "Constant jitter: expected true or false, got 'no'"),
+        (Constant, {"delay": -SECOND}, "Constant delay: expected above zero"),
+        (Linear, {"step": timedelta(0)}, "Linear step: expected above zero"),
         (
-            lambda: Exponential(cap=timedelta(milliseconds=1)),
-            "Exponential cap: expected at least the first delay",
+            ByException,
+            {"policies": {int: None}},
+            "ByException: expected an exception class .* got <class 'int'>",
         ),
+        (ByException, {"policies": {"Nonsense": None}}, "ByException: expected .* got 'Nonsense'"),
         (
-            lambda: Exponential(cap=timedelta(days=4000)),
-            "Exponential cap: expected above zero and at most 3650 days",
-        ),
-        (
-            lambda: Exponential(max_attempts=0),
-            "Exponential max_attempts: expected a whole number from 1 to 1000000",
-        ),
-        (lambda: Constant(max_attempts=True), "Constant max_attempts: .* got True"),
-        (lambda: Constant(max_attempts=2.0), "Constant max_attempts: .* got 2.0"),
-        (lambda: Constant(max_age=timedelta(0)), "Constant max_age: expected a timedelta above zero"),
-        (lambda: Constant(jitter="no"), "Constant jitter: expected true or false, got 'no'"),
-        (lambda: Constant(-SECOND), "Constant delay: expected above zero"),
-        (lambda: Linear(step=timedelta(0)), "Linear step: expected above zero"),
-        (
-            lambda: ByException({int: None}, default=None),
-            "ByException: expected an exception class or its dotted name",
-        ),
-        (lambda: ByException({"Nonsense": None}, default=None), "ByException: expected .* got 'Nonsense'"),
-        (
-            lambda: ByException({OSError: 5}, default=None),
-            "ByException .*OSError.*: expected a retry policy or None, got 5",
+            ByException,
+            {"policies": {OSError: 5}},
+            "ByException .*OSError.*: expected a retry policy .* got 5",
         ),
     ],
 )
-def test_nonsense_is_refused_with_its_value(build, message):
+def test_nonsense_is_refused_with_its_value(kind, options, message):
+    more = {"default": None} if kind is ByException else {}
     with pytest.raises(ConfigError, match=message):
-        build()
+        kind(**options, **more)
 
 
 def test_policy_is_read_from_configuration():

@@ -1,0 +1,40 @@
+"""Run the benchmarks: `python -m benchmarks [NAME …]` prints a JSON line each; exit 1 when a bar is not reached."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from benchmarks import latency, put, relay, sqlite
+
+BENCHMARKS = {
+    function.__name__: function
+    for function in (
+        relay.relay_hold,
+        relay.relay_lease,
+        put.put_many,
+        put.put_session,
+        latency.latency_p50,
+        latency.latency_p99,
+        sqlite.sqlite_put,
+        sqlite.sqlite_drain,
+        relay.relay_memory,
+    )
+}
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(BENCHMARKS)
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        print(f"Unknown benchmark {unknown[0]!r}; expected one of {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    results = []
+    for name in names:
+        results.append(asyncio.run(BENCHMARKS[name]()))
+        print(results[-1].line(), flush=True)
+    return 0 if all(result.is_ok for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

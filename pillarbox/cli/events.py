@@ -1,0 +1,87 @@
+"""`pillarbox events`: look at events, and redrive, drop or replay them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from pillarbox.cli.actions import drop, redrive, replay
+from pillarbox.cli.options import JsonOption, Load, connect, takes_filter, takes_settings
+from pillarbox.cli.output import print_json, print_table
+from pillarbox.cli.records import describe_record, record_to_json, summarize_record
+from pillarbox.config import Config
+from pillarbox.errors import PillarboxError
+from pillarbox.stores import Filter, Record
+
+app = typer.Typer(
+    help="List, show, redrive, drop and replay events.", no_args_is_help=True, rich_markup_mode=None
+)
+app.command()(redrive)
+app.command()(drop)
+app.command()(replay)
+
+
+class InState(StrEnum):
+    """A part of an event's life."""
+
+    READY = "ready"
+    LEASED = "leased"
+    WAITING = "waiting"
+    BLOCKED = "blocked"
+    SCHEDULED = "scheduled"
+    DELIVERED = "delivered"
+    DEAD = "dead"
+
+
+@app.command("list")
+@takes_filter
+@takes_settings
+def list_events(
+    load: Load,
+    where: Filter,
+    state: Annotated[InState | None, typer.Option(help="Events in this state only.")] = None,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many, the newest first.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """List events, the newest first."""
+    records = asyncio.run(_find(load(), where, state, limit))
+    if as_json:
+        print_json([record_to_json(record) for record in records])
+        return
+    if not records:
+        typer.echo("No events match.", err=True)
+        return
+    headings = ["seq", "id", "state", "type", "key", "attempts", "put", "error"]
+    print_table(headings, map(summarize_record, records), right=["seq", "attempts"])
+
+
+@app.command()
+@takes_settings
+def show(
+    load: Load,
+    event_id: Annotated[UUID, typer.Argument(metavar="ID", help="The event's id.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show everything about one event."""
+    config = load()
+    # An id that died may have been put again: both are shown.
+    records = asyncio.run(_find(config, Filter(ids=(event_id,)), None, 2))
+    if not records:
+        raise PillarboxError(
+            f"Event {event_id} is not in table {config.store.table or config.get_layout().table!r}. "
+            "Delivered events are deleted unless the relay runs with --retention."
+        )
+    if as_json:
+        print_json([record_to_json(record, with_payload=True) for record in records])
+        return
+    typer.echo("\n\n".join(describe_record(record) for record in records))
+
+
+async def _find(config: Config, where: Filter, state: InState | None, limit: int) -> Sequence[Record]:
+    async with connect(config) as store:
+        return await store.events(where, state=None if state is None else state.value, limit=limit)

@@ -1,0 +1,25 @@
+"""Logging of the command line: plain lines on standard error; standard output is for results and events."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_LEVELS = {-1: logging.WARNING, 0: logging.INFO}
+_verbosity = 0
+
+
+def set_up_logging(verbosity: int) -> None:
+    """Log to standard error: 0 what happens, above all details, below zero only what is wrong."""
+    global _verbosity
+    _verbosity = verbosity
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    level = logging.ERROR if verbosity < -1 else _LEVELS.get(verbosity, logging.DEBUG)
+    logging.getLogger("pillarbox").setLevel(level)
+    logging.captureWarnings(True)
+
+
+def wants_tracebacks() -> bool:
+    return _verbosity > 1

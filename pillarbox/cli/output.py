@@ -1,0 +1,119 @@
+"""How results are shown: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from typing import IO, Any
+
+import orjson
+
+from pillarbox.durations import format_duration
+from pillarbox.stores import Counts
+
+WIDTH_OF_A_PIPE = 1000
+
+
+# rich is imported where it is used: most commands print a line or two and should start quickly.
+
+
+def print_json(value: object, *, file: IO[str] | None = None) -> None:
+    """Print one JSON document; keys keep their order."""
+    text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_UTC_Z, default=str).decode()
+    print(text, file=file or sys.stdout, flush=True)
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()
+) -> None:
+    """Print a table, on a terminal as wide as that is, into a pipe one line a row."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    for row in rows:
+        # As Text: an event's own words must not be read as markup.
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_PIPE, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        print(line.rstrip())
+
+
+@contextmanager
+def progress(action: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar that the yielded function moves on, when somebody watches."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(action, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something of unknown length is going on, when somebody watches."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+def counts_to_json(counts: Counts) -> dict[str, Any]:
+    values = asdict(counts)
+    oldest: timedelta | None = values.pop("oldest_pending")
+    return {**values, "oldest_pending_seconds": None if oldest is None else round(oldest.total_seconds(), 3)}
+
+
+_REMAINS = {
+    "new": "new",
+    "retrying": "retrying",
+    "held": "held by others",
+    "scheduled": "scheduled",
+    "blocked": "blocked",
+    "dead": "dead",
+}
+
+
+def describe_counts(counts: Counts) -> str:
+    """What remains, as part of a sentence."""
+    parts = [f"{getattr(counts, name)} {words}" for name, words in _REMAINS.items() if getattr(counts, name)]
+    return ", ".join(parts) or "nothing"
+
+
+def say_count(count: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def format_age(age: timedelta | None) -> str:
+    """A duration in its two largest units, as people say it."""
+    if age is None:
+        return "-"
+    if age < timedelta(seconds=10):
+        return format_duration(timedelta(milliseconds=age // timedelta(milliseconds=1)))
+    whole = timedelta(seconds=int(age.total_seconds()))
+    if whole >= timedelta(days=1):
+        whole -= whole % timedelta(hours=1)
+    elif whole >= timedelta(hours=1):
+        whole -= whole % timedelta(minutes=1)
+    return format_duration(whole)
+
+
+def format_time(moment: datetime | None) -> str:
+    return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")

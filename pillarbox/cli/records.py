@@ -1,0 +1,109 @@
+"""An event as an operator sees it: as a line, as a page, and as JSON."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import orjson
+
+from pillarbox.cli.output import format_time
+from pillarbox.codec import is_json
+from pillarbox.event import Event
+from pillarbox.stores import Record
+
+ERROR_WIDTH = 80
+
+_CONTEXT = (
+    *("dedup_key", "aggregate_type", "aggregate_id", "schema_version", "correlation_id", "causation_id"),
+    *("trace_id", "source", "max_attempts"),
+)
+
+
+def summarize_record(record: Record) -> tuple[object, ...]:
+    """The cells of one line of `events list`."""
+    event: Event = record.event
+    error = " ".join((record.error or "").split())
+    short = error if len(error) <= ERROR_WIDTH else error[: ERROR_WIDTH - 1] + "…"
+    put_at = format_time(event.created_at)
+    return (record.seq, event.id, record.state, event.type, event.key, record.attempts, put_at, short)
+
+
+def record_to_json(record: Record, *, with_payload: bool = False) -> dict[str, Any]:
+    """Everything about an event; its payload as JSON if it is JSON, as text, or in base64."""
+    event: Event = record.event
+    values: dict[str, Any] = {
+        "id": str(event.id),
+        "seq": record.seq,
+        "state": record.state,
+        "type": event.type,
+        "topic": event.topic,
+        "key": event.key,
+        "attempts": record.attempts,
+        "error": record.error,
+        "created_at": event.created_at,
+        "due_at": event.due_at,
+        "until_at": record.until_at,
+        "delivered_at": record.delivered_at,
+        "died_at": record.died_at,
+        "parks": record.parks,
+        **{name: getattr(event, name) for name in _CONTEXT},
+        "headers": dict(event.headers),
+        "content_type": event.content_type,
+        "size": len(event.payload),
+    }
+    return {**values, **_decode_payload(event)} if with_payload else values
+
+
+def describe_record(record: Record) -> str:
+    """A page about one event: what it has, then its error, headers and payload."""
+    event: Event = record.event
+    facts: dict[str, object] = {
+        "id": event.id,
+        "seq": record.seq,
+        "state": f"{record.state} (parks its key)" if record.parks and event.key else record.state,
+        "type": event.type,
+        "topic": event.topic,
+        "key": event.key,
+        "attempts": record.attempts,
+        "put": format_time(event.created_at),
+        "due": format_time(event.due_at),
+        _UNTIL.get(record.state, "until"): format_time(record.until_at),
+        "delivered": format_time(record.delivered_at),
+        "died": format_time(record.died_at),
+        **{name.replace("_", " "): getattr(event, name) for name in _CONTEXT},
+        "headers": _pretty(dict(event.headers), indent="  ") if event.headers else None,
+        "error": record.error,
+        "payload": f"{len(event.payload)} bytes, {event.content_type}",
+    }
+    known = {name: value for name, value in facts.items() if value not in (None, "")}
+    width = max(map(len, known))
+    lines = [f"{name:<{width}}  {value}" for name, value in known.items()]
+    return "\n".join([*lines, "", _show_payload(event)])
+
+
+def _show_payload(event: Event) -> str:
+    ((form, value),) = _decode_payload(event).items()
+    if form == "payload_base64":
+        return f"base64: {value}"
+    return value if isinstance(value, str) and not is_json(event.content_type) else _pretty(value)
+
+
+_UNTIL = {"leased": "lease ends", "waiting": "next try", "scheduled": "due"}
+
+
+def _decode_payload(event: Event) -> dict[str, Any]:
+    if is_json(event.content_type):
+        try:
+            return {"payload": orjson.loads(event.payload)}
+        except orjson.JSONDecodeError:
+            pass
+    try:
+        return {"payload": event.payload.decode()}
+    except UnicodeDecodeError:
+        return {"payload_base64": base64.b64encode(event.payload).decode()}
+
+
+def _pretty(value: object, *, indent: str = "") -> str:
+    text = orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()
+    return text.replace("\n", f"\n{indent}")

@@ -1,0 +1,206 @@
+"""`pillarbox relay`: deliver until a signal comes, or with `--drain` until nothing can be claimed now.
+
+The first SIGTERM or SIGINT lets the relay finish what is under way and give back the rest; the second ends at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from pillarbox.cli.options import (
+    JsonOption,
+    Load,
+    UsageError,
+    duration_option,
+    open_configured_store,
+    takes_settings,
+)
+from pillarbox.cli.output import counts_to_json, describe_counts, print_json
+from pillarbox.config import Config
+from pillarbox.errors import PillarboxError, SinkUnavailable, StoreUnavailable
+from pillarbox.event import Outcome
+from pillarbox.hooks import Hook
+from pillarbox.relay import Relay
+from pillarbox.sinks import Sink
+from pillarbox.sinks.url import mask_url
+from pillarbox.stores import Batch, Counts, Settlement
+from pillarbox.stores.sql import SqlStore
+
+log = logging.getLogger("pillarbox.cli")
+
+
+class ClaimBy(StrEnum):
+    """How events are claimed."""
+
+    AUTO = "auto"
+    HOLD = "hold"
+    LEASE = "lease"
+
+
+class DeadDoes(StrEnum):
+    """What a dead event does to its key."""
+
+    PARK = "park"
+    SKIP = "skip"
+
+
+@takes_settings
+def relay(
+    load: Load,
+    sink: Annotated[
+        str | None,
+        typer.Option("--sink", metavar="URL", help="Destination: stdout:, file:path, null: or another."),
+    ] = None,
+    drain: Annotated[bool, typer.Option("--drain", help="Exit when nothing can be claimed now.")] = False,
+    batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Events a batch (500).")] = None,
+    in_flight: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2).")
+    ] = None,
+    claim: Annotated[
+        ClaimBy | None, typer.Option(help="Hold rows locked, lease them, or as the sink allows (auto).")
+    ] = None,
+    lease: Annotated[
+        timedelta | None, duration_option("--lease", example="30s", text="How long a lease lasts (30s).")
+    ] = None,
+    poll: Annotated[
+        timedelta | None, duration_option("--poll", example="1s", text="Longest pause of an idle relay (1s).")
+    ] = None,
+    dead: Annotated[
+        DeadDoes | None, typer.Option(help="After a dead event: park its key, or skip the event (park).")
+    ] = None,
+    retention: Annotated[
+        timedelta | None,
+        duration_option("--retention", example="7d", text="Keep delivered events this long (not at all)."),
+    ] = None,
+    stop_timeout: Annotated[
+        timedelta | None,
+        duration_option("--stop-timeout", example="10s", text="How long a stop waits for deliveries (10s)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Deliver events from the outbox table to a sink until stopped."""
+    config = load(
+        {
+            "sink.url": sink,
+            "relay.batch_size": batch_size,
+            "relay.in_flight": in_flight,
+            "relay.claim": None if claim is None else claim.value,
+            "relay.lease": lease,
+            "relay.poll": poll,
+            "relay.dead": None if dead is None else dead.value,
+            "relay.retention": retention,
+            "relay.stop_timeout": stop_timeout,
+        }
+    )
+    if config.sink.url is None:
+        raise UsageError(
+            "No sink given: use --sink URL, PILLARBOX_SINK, or url under [sink] in pillarbox.toml."
+        )
+    tally, remains = asyncio.run(_run(config, drains=drain))
+    log.info("%s", _summarize(tally, remains))
+    if as_json:
+        summary = asdict(tally.total)
+        if remains is not None:
+            summary["remaining"] = counts_to_json(remains)
+        print_json(summary, file=sys.stderr if config.sink.url.startswith("stdout:") else sys.stdout)
+
+
+class Tally(Hook):
+    """Adds up what a relay settles, and keeps why its destination was down."""
+
+    def __init__(self) -> None:
+        self.total = Settlement()
+        self.reason: str | None = None
+
+    def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
+        self.total += settlement
+
+    def paused(self, sink: str, reason: str) -> None:
+        self.reason = reason
+
+
+async def _run(config: Config, *, drains: bool) -> tuple[Tally, Counts | None]:
+    tally = Tally()
+    store, sink = open_configured_store(config), config.open_sink()
+    relay = config.make_relay(store, sink, hook=tally)
+    _stop_on_signals(relay)
+    try:
+        await _open(relay, drains=drains)
+        log.info("%s", _describe_start(config, store, sink, drains=drains))
+        if not drains:
+            await relay.run()
+            return tally, None
+        # A drain does not wait for a destination that is down, it fails with the reason: once is enough.
+        logging.getLogger("pillarbox.breaker").setLevel(logging.ERROR)
+        return tally, await relay.drain()
+    except SinkUnavailable as error:
+        raise SinkUnavailable(tally.reason or str(error)) from error
+    finally:
+        await relay.close()
+
+
+async def _open(relay: Relay, *, drains: bool) -> None:
+    try:
+        await relay.open()
+    except PillarboxError as error:
+        # A relay that runs on says itself that the store is down, and tries again until it is back.
+        if isinstance(error, StoreUnavailable) and not drains:
+            return
+        # A relay that is not open does not close its store.
+        await relay.store.close()
+        raise
+
+
+def _describe_start(config: Config, store: SqlStore, sink: Sink, *, drains: bool) -> str:
+    claim = config.relay.claim
+    if claim == "auto":
+        claim = "hold" if sink.is_quick and "hold" in store.modes else "lease"
+    return (
+        f"{'Draining' if drains else 'Relaying'}: store {mask_url(config.store.url or '')}, "
+        f"table {store.tables['outbox'].fullname}, sink {sink.name}, claim by {claim}, "
+        f"{config.relay.in_flight} batches of up to {config.relay.batch_size} at once"
+    )
+
+
+def _summarize(tally: Tally, remains: Counts | None) -> str:
+    total = tally.total
+    done = f"{total.delivered} delivered, {total.retried} to retry, {total.dead} dead"
+    if total.lost:
+        done += f", {total.lost} lost to another relay"
+    return (
+        f"Stopped: {done}." if remains is None else f"Drained: {done}. Remaining: {describe_counts(remains)}."
+    )
+
+
+def _stop_on_signals(relay: Relay) -> None:
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def end_at_once(number: int, frame: object) -> None:
+        os.write(
+            2, b"pillarbox: ended at once; what was under way is delivered again when its claims lapse\n"
+        )
+        os._exit(128 + number)
+
+    def stop(number: signal.Signals) -> None:
+        log.info("%s: finishing what is under way; once more to end at once.", number.name)
+        for each in signals:
+            loop.remove_signal_handler(each)
+            # Not through the event loop: it may be what hangs.
+            signal.signal(each, end_at_once)
+        relay.stop()
+
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)

@@ -1,0 +1,129 @@
+"""`pillarbox status`, `pillarbox prune` and `pillarbox audit`: the table as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Annotated
+
+import orjson
+import typer
+
+from pillarbox.cli.options import (
+    ActorOption,
+    DryRunOption,
+    JsonOption,
+    Load,
+    UsageError,
+    connect,
+    default_actor,
+    duration_option,
+    takes_settings,
+)
+from pillarbox.cli.output import (
+    counts_to_json,
+    format_age,
+    format_time,
+    print_json,
+    print_table,
+    say_count,
+    working,
+)
+from pillarbox.config import Config
+from pillarbox.sinks.url import mask_url
+from pillarbox.stores import Counts, Entry, Pruned
+
+_MEANING = {
+    "new": "ready, never tried",
+    "retrying": "failed before, will be tried again",
+    "held": "claimed by a relay now",
+    "scheduled": "put with a later time",
+    "blocked": "wait behind an earlier event of their key",
+    "delivered": "delivered and kept",
+    "dead": "given up; see `pillarbox events list --state dead`",
+}
+
+
+@takes_settings
+def status(load: Load, as_json: JsonOption = False) -> None:
+    """Count the events in each part of their life."""
+    config = load()
+    table, counts = asyncio.run(_count(config))
+    if as_json:
+        print_json({"store": mask_url(config.store.url or ""), "table": table, **counts_to_json(counts)})
+        return
+    rows = [(name, getattr(counts, name), meaning) for name, meaning in _MEANING.items()]
+    rows.append(("oldest", format_age(counts.oldest_pending), "age of the oldest undelivered event"))
+    print_table([table, "events", ""], rows, right=["events"])
+
+
+async def _count(config: Config) -> tuple[str, Counts]:
+    async with connect(config) as store:
+        return store.tables["outbox"].fullname, await store.counts()
+
+
+@takes_settings
+def prune(
+    load: Load,
+    actor: ActorOption = None,
+    delivered_age: Annotated[
+        timedelta | None,
+        duration_option(
+            "--delivered-age", example="7d", text="Delete events delivered longer ago than this."
+        ),
+    ] = None,
+    dead_age: Annotated[
+        timedelta | None,
+        duration_option("--dead-age", example="30d", text="Delete events that died longer ago than this."),
+    ] = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete old delivered and dead events; pending ones never."""
+    if delivered_age is None and dead_age is None:
+        raise UsageError("Nothing to prune: give --delivered-age, --dead-age or both.")
+    pruned = asyncio.run(_prune(load(), delivered_age, dead_age, actor or default_actor(), dry_run))
+    if as_json:
+        print_json({"delivered": pruned.delivered, "dead": pruned.dead, "dry_run": dry_run})
+    else:
+        verb = "Would delete" if dry_run else "Deleted"
+        typer.echo(f"{verb} {pruned.delivered} delivered and {say_count(pruned.dead, 'dead event')}.")
+
+
+async def _prune(
+    config: Config, delivered_age: timedelta | None, dead_age: timedelta | None, actor: str, dry_run: bool
+) -> Pruned:
+    async with connect(config) as store:
+        with working("Pruning"):
+            return await store.prune(
+                delivered_age=delivered_age, dead_age=dead_age, actor=actor, dry_run=dry_run
+            )
+
+
+@takes_settings
+def audit(
+    load: Load,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many lines, the newest first.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """List what operators did: redrive, drop, replay, prune."""
+    entries = asyncio.run(_read_audit(load(), limit))
+    if as_json:
+        fields = ("at", "actor", "action", "events", "detail")
+        print_json([{name: getattr(entry, name) for name in fields} for entry in entries])
+        return
+    rows = [
+        (format_time(entry.at), entry.actor, entry.action, entry.events, _describe_detail(entry))
+        for entry in entries
+    ]
+    print_table(["at", "actor", "action", "events", "detail"], rows, right=["events"])
+
+
+async def _read_audit(config: Config, limit: int) -> Sequence[Entry]:
+    async with connect(config) as store:
+        return await store.audit(limit)
+
+
+def _describe_detail(entry: Entry) -> str:
+    return orjson.dumps(entry.detail, default=str).decode() if entry.detail else ""

@@ -1,0 +1,334 @@
+"""Settings: from the command line, else the environment, else `pillarbox.toml`, else a default.
+
+Every text of the file may contain `${VAR}` or `${VAR:-default}` (`$${` is a plain `${`), filled from the
+environment and from a `.env` beside the file. `PILLARBOX_STORE`, `PILLARBOX_SINK` and `PILLARBOX_` with the
+name of any other key override the file. A sink given outside the file replaces its whole `[sink]` table,
+because options belong to their url.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import sqlalchemy as sa
+
+from pillarbox.errors import ConfigError
+from pillarbox.hooks import Hook
+from pillarbox.layouts import Layout, get_layout
+from pillarbox.layouts.pillarbox import pillarbox_layout
+from pillarbox.outbox import MAX_PAYLOAD, Outbox
+from pillarbox.relay import Relay
+from pillarbox.retry import Exponential, RetryPolicy, parse_policy
+from pillarbox.sinks import Sink, open_sink
+from pillarbox.sinks.url import mask_url
+from pillarbox.stores.sql import SqlStore
+from pillarbox.stores.url import open_store, parse_store_url
+from pillarbox.values import (
+    Given,
+    Read,
+    as_number,
+    check_known,
+    fill,
+    one_of,
+    read_dotenv,
+    read_duration,
+    read_number,
+    read_pause,
+    read_switch,
+    read_text,
+    show,
+)
+
+FILE_NAME: Final = "pillarbox.toml"
+PREFIX: Final = "PILLARBOX_"
+
+
+def _key(read: Read, default: Any = None, *, is_secret: bool = False) -> Any:
+    return field(default=default, repr=not is_secret, metadata={"read": read})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """`[store]`: the database and the table. `table` may name its schema: `sales.outbox`."""
+
+    url: str | None = _key(read_text, is_secret=True)
+    layout: str = _key(read_text, "pillarbox")
+    table: str | None = _key(read_text)
+    schema: str | None = _key(read_text)
+    lanes: int | None = _key(read_number)
+    pooler: bool | None = _key(read_switch)
+    hold_behind_pooler: bool | None = _key(read_switch)
+    notify: bool | None = _key(read_switch)
+    listen_url: str | None = _key(read_text, is_secret=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkConfig:
+    """`[sink]`: the destination; every key besides `url` and `name` is an option of that sink."""
+
+    url: str | None = _key(read_text, is_secret=True)
+    name: str | None = _key(read_text)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayConfig:
+    """`[relay]`: how events are claimed; see `Relay`. `retention` is how long delivered events are kept."""
+
+    batch_size: int = _key(read_number, 500)
+    in_flight: int = _key(read_number, 2)
+    claim: Literal["auto", "hold", "lease"] = _key(one_of("auto", "hold", "lease"), "auto")
+    lease: timedelta = _key(read_duration, timedelta(seconds=30))
+    poll: timedelta = _key(read_pause, timedelta(seconds=1))
+    dead: Literal["park", "skip"] = _key(one_of("park", "skip"), "park")
+    stop_timeout: timedelta = _key(read_duration, timedelta(seconds=10))
+    retention: timedelta | None = _key(read_duration)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxConfig:
+    """`[outbox]`: what applies when events are put."""
+
+    max_payload: int = _key(read_number, MAX_PAYLOAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All settings; `path` is the file they came from, if there was one."""
+
+    store: StoreConfig = StoreConfig()
+    sink: SinkConfig = SinkConfig()
+    relay: RelayConfig = RelayConfig()
+    outbox: OutboxConfig = OutboxConfig()
+    retry: RetryPolicy = field(default_factory=Exponential)
+    path: Path | None = None
+
+    def get_layout(self) -> Layout:
+        """The layout, with the number of lanes its table was made with."""
+        layout = get_layout(self.store.layout)
+        if self.store.lanes is None or self.store.lanes == layout.lanes:
+            return layout
+        if layout.name != "pillarbox":
+            raise ConfigError(
+                f"Layout {layout.name!r} has no lanes of its own; leave lanes = {self.store.lanes} out"
+            )
+        return pillarbox_layout(self.store.lanes)
+
+    def open_store(self) -> SqlStore:
+        """Make the store; it connects when it is opened."""
+        store = self.store
+        if store.url is None:
+            raise ConfigError(f"No store: give --store, {PREFIX}STORE, or url under [store] in {FILE_NAME}")
+        names = ("pooler", "hold_behind_pooler", "notify", "listen_url")
+        options = {name: getattr(store, name) for name in names if getattr(store, name) is not None}
+        try:
+            backend = parse_store_url(store.url).get_backend_name()
+            if options and backend != "postgresql":
+                raise ConfigError(
+                    f"[store] {next(iter(options))} is for PostgreSQL only; the store is {backend}"
+                )
+            return open_store(
+                store.url,
+                layout=self.get_layout(),
+                table=store.table,
+                schema=store.schema,
+                retention=self.relay.retention,
+                **options,
+            )
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(store.url, mask_url(store.url))) from None
+
+    def open_sink(self) -> Sink:
+        """Make the sink; the relay connects it."""
+        if self.sink.url is None:
+            raise ConfigError(f"No sink: give --sink, {PREFIX}SINK, or url under [sink] in {FILE_NAME}")
+        return open_sink(self.sink.url, name=self.sink.name, **self.sink.options)
+
+    def make_relay(self, store: SqlStore, sink: Sink, *, hook: Hook | None = None) -> Relay:
+        """Make the relay from a store to a sink."""
+        options = {item.name: getattr(self.relay, item.name) for item in fields(RelayConfig)}
+        del options["retention"]
+        return Relay(store, sink, retry=self.retry, hook=hook, **options)
+
+    def make_outbox(self, metadata: sa.MetaData) -> Outbox:
+        """Declare the configured tables on `metadata`, for an application that puts events into them."""
+        return Outbox(
+            metadata,
+            self.get_layout(),
+            table=self.store.table,
+            schema=self.store.schema,
+            max_payload=self.outbox.max_payload,
+            notify=self.store.notify is not False,
+            retention=self.relay.retention,
+        )
+
+
+_SECTIONS: Final[Mapping[str, type[Any]]] = {
+    "store": StoreConfig,
+    "sink": SinkConfig,
+    "relay": RelayConfig,
+    "outbox": OutboxConfig,
+}
+
+
+def _list_keys(section: str) -> dict[str, Read]:
+    return {
+        item.name: item.metadata["read"] for item in fields(_SECTIONS[section]) if "read" in item.metadata
+    }
+
+
+def _list_variables() -> dict[str, str]:
+    variables = {f"{PREFIX}STORE": "store.url", f"{PREFIX}SINK": "sink.url", f"{PREFIX}RETRY": "retry"}
+    for section in ("store", "relay", "outbox"):
+        variables |= {PREFIX + key.upper(): f"{section}.{key}" for key in _list_keys(section) if key != "url"}
+    return variables
+
+
+VARIABLES: Final[Mapping[str, str]] = MappingProxyType(_list_variables())
+"""The environment variables that override a key of the file, with that key."""
+
+_VARIABLE_OF: Final = {key: variable for variable, key in VARIABLES.items()}
+
+
+def load_config(
+    path: str | Path | None = None,
+    env: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, object] = MappingProxyType({}),
+) -> Config:
+    """Read the settings; raises `ConfigError` for anything that is not understood.
+
+    Without a `path` the file is `PILLARBOX_CONFIG`, or `pillarbox.toml` in the working directory if there is
+    one. `overrides` are those of the command line, by dotted key such as `relay.batch_size`; None is nothing.
+    """
+    found = _find_file(path, env)
+    document = {} if found is None else _read_file(found)
+    dotenv = None if found is None else found.with_name(".env")
+    variables = {**(read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}), **env}
+    source = _Source(str(found or FILE_NAME), document, variables, overrides)
+    return Config(
+        store=_make_store(source),
+        sink=_make_sink(source),
+        relay=RelayConfig(**source.read("relay")),
+        outbox=OutboxConfig(**source.read("outbox")),
+        retry=_make_retry(source),
+        path=found,
+    )
+
+
+class _Source:
+    """What was given: on the command line, in the environment, in the file.
+
+    The file's texts are filled in when they are asked for: what is overridden needs no variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        document: Mapping[str, Any],
+        variables: Mapping[str, str],
+        overrides: Mapping[str, object],
+    ) -> None:
+        self._name = name
+        self._document = document
+        self._variables = variables
+        self._overrides = {key: value for key, value in overrides.items() if value is not None}
+        self._check()
+
+    def _check(self) -> None:
+        for key in self._overrides:
+            check_known(key, VARIABLES.values(), "Override")
+        for variable in self._variables:
+            # Names that are not near one of ours may belong to somebody else.
+            if variable.startswith(PREFIX) and get_close_matches(variable, VARIABLES, n=1, cutoff=0.92):
+                check_known(variable, VARIABLES, "Environment", kind="variable")
+        for section, value in self._document.items():
+            check_known(section, [*_SECTIONS, "retry"], self._name, kind="table")
+            if not isinstance(value, dict) and section != "retry":
+                raise ConfigError(f"{self._name}: expected a table [{section}], got {show(value)}")
+            if section in _SECTIONS and section != "sink":
+                for key in value:
+                    check_known(key, _list_keys(section), f"{self._name}, [{section}]")
+
+    def find(self, dotted: str) -> Given | None:
+        """The value that counts: of the command line, else of the environment, else of the file."""
+        if dotted in self._overrides:
+            return Given(self._overrides[dotted], dotted)
+        variable = _VARIABLE_OF.get(dotted, "")
+        if self._variables.get(variable):
+            return Given(self._variables[variable], variable, rank=1, is_text=True)
+        section, _, key = dotted.partition(".")
+        table = self._document.get(section)
+        if table is None or (key and key not in table):
+            return None
+        value = table[key] if key else table
+        where = f"{self._name}, [{section}] {key}".rstrip()
+        filled = fill(value, self._variables, where)
+        return Given(filled, where, rank=2, is_text=filled != value)
+
+    def read(self, section: str) -> dict[str, Any]:
+        found = {key: (self.find(f"{section}.{key}"), read) for key, read in _list_keys(section).items()}
+        return {key: read(given) for key, (given, read) in found.items() if given is not None}
+
+    def names(self, section: str) -> list[str]:
+        return list(self._document.get(section, {}))
+
+
+def _make_store(source: _Source) -> StoreConfig:
+    store = StoreConfig(**source.read("store"))
+    table, schema = source.find("store.table"), source.find("store.schema")
+    if table is None or store.table is None or "." not in store.table:
+        return store
+    named, _, name = store.table.partition(".")
+    if schema is not None and schema.rank == table.rank and store.schema != named:
+        raise ConfigError(
+            f"{table.where}: {store.table!r} names its schema, but {schema.where} is {store.schema!r}"
+        )
+    is_overridden = schema is not None and schema.rank < table.rank
+    return replace(store, table=name, schema=store.schema if is_overridden else named)
+
+
+def _make_sink(source: _Source) -> SinkConfig:
+    url = source.find("sink.url")
+    if url is not None and url.rank < 2 and "url" in source.names("sink"):
+        return SinkConfig(url=read_text(url))
+    others = {key: source.find(f"sink.{key}") for key in source.names("sink") if key not in ("url", "name")}
+    options = {key: given.value for key, given in others.items() if given is not None}
+    return SinkConfig(**source.read("sink"), options=MappingProxyType(options))
+
+
+def _make_retry(source: _Source) -> RetryPolicy:
+    given = source.find("retry")
+    if given is None:
+        return Exponential()
+    value = given.value
+    if isinstance(value, dict) and given.is_text:
+        # No option of a policy is a text of digits: it came from a variable.
+        value = {key: as_number(item) for key, item in value.items()}
+    return parse_policy(value, what=given.where)
+
+
+def _find_file(path: str | Path | None, env: Mapping[str, str]) -> Path | None:
+    chosen = path or env.get(f"{PREFIX}CONFIG")
+    found = Path(chosen or FILE_NAME)
+    if found.is_file():
+        return found
+    if not chosen:
+        return None
+    raise ConfigError(f"Configuration file {str(found)!r}: there is no such file")
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error

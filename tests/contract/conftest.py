@@ -1,0 +1,78 @@
+"""The stores under contract, by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from pillarbox.stores import Mode, Store
+from tests.contract.stores import FEATURES, KITS, Database, Kit, MemoryKit, SqlKit, make_database, make_kit
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(*features): for stores on databases with these features")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a store does not offer: nothing there is missing that could be installed."""
+    offered = [item for item in items if _is_offered(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in offered])
+    items[:] = offered
+
+
+def _is_offered(item: pytest.Item) -> bool:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if params.get("kit") not in KITS:
+        return True
+    needed = {feature for marker in item.iter_markers("needs") for feature in marker.args}
+    if params.get("mode") == "hold" or "hold_store" in getattr(item, "fixturenames", ()):
+        needed.add("hold")
+    return needed <= FEATURES[params["kit"]]
+
+
+@pytest.fixture(scope="session")
+def databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Database]]:
+    """The databases that tests asked for so far; each is made once."""
+    made: dict[str, Database] = {}
+
+    def get(name: str) -> Database:
+        if name not in made:
+            made[name] = make_database(name, tmp_path_factory.mktemp("stores"))
+        return made[name]
+
+    yield get
+    for database in made.values():
+        database.drop()
+
+
+@pytest.fixture(params=KITS)
+async def kit(
+    request: pytest.FixtureRequest, databases: Callable[[str], Database]
+) -> AsyncIterator[MemoryKit | SqlKit]:
+    """One database with an empty outbox; a test that leaves a connection or a task behind fails."""
+    made = make_kit(request.param, None if request.param == "memory" else databases(request.param))
+    yield made
+    await made.close()
+    await asyncio.sleep(0)
+    alive = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not alive, f"tasks still alive: {alive}"
+
+
+@pytest.fixture(params=["hold", "lease"])
+def mode(request: pytest.FixtureRequest) -> Mode:
+    """Each way of claiming that the store offers."""
+    chosen: Mode = request.param
+    return chosen
+
+
+@pytest.fixture
+async def store(kit: Kit) -> Store:
+    return await kit.open()
+
+
+@pytest.fixture
+async def hold_store(kit: Kit) -> Store:
+    """A store, for the databases on which it can hold rows."""
+    return await kit.open()
