@@ -160,7 +160,13 @@ def _alone(driver: str, hint: str) -> TransactionError:
 
 
 def _check_asyncpg(connection: Any) -> None:
-    if connection.is_closed():
+    from asyncpg.exceptions import InterfaceError
+
+    try:
+        is_closed = connection.is_closed()
+    except InterfaceError as error:  # a pool's proxy whose connection was released
+        raise _closed("asyncpg") from error
+    if is_closed:
         raise _closed("asyncpg")
     if not connection.is_in_transaction():
         raise _alone("asyncpg", "Put inside `async with connection.transaction():`.")

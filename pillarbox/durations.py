@@ -14,8 +14,7 @@ from pillarbox.errors import ConfigError
 _MICROSECONDS: Final[Mapping[str, int]] = MappingProxyType(
     {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000, "ms": 1_000, "us": 1}
 )
-# A unit may not run on into another letter: "5ms" is five milliseconds, never five minutes and an "s".
-_PATTERN: Final = re.compile(r"\s*".join(rf"(?:([0-9]{{1,15}}){unit}(?![a-z]))?" for unit in _MICROSECONDS))
+_PATTERN: Final = re.compile(r"\s*".join(rf"(?:([0-9]{{1,15}}){unit})?" for unit in _MICROSECONDS))
 _MOST_STEPS: Final = 10**15
 
 

@@ -29,7 +29,7 @@ from pillarbox.wakeup import channel_name
 
 MAX_ROWS = 1000
 MAX_BYTES = 8 * 1024 * 1024
-# MariaDB refuses statements above 16 MB by default, and escaping can double a payload.
+# MariaDB refuses statements above 16 MB by default, and drivers write bytes as hexadecimal digits.
 _MAX_MYSQL_BYTES = MAX_BYTES // 2 - 256 * 1024
 _MAX_SQLITE_PARAMS = 32_000
 _MAX_SQLITE_TEXT = 900_000
@@ -193,6 +193,8 @@ class _ValuesInsertion(Insertion):
         super().__init__(*args, **options)
         self._dialect = _positional(self._dialect)
         self._is_sqlite = self._dialect.name == "sqlite"
+        # aiomysql cannot write bytes into a statement with the PyMySQL of today.
+        self._is_hex = self._dialect.driver == "aiomysql"
         # The fields whose stored form is not the event's own come after the others, see `_row`.
         self._plain = [name for name in _CARRIED if name in self._layout.fields]
         self._get = attrgetter(*self._plain)
@@ -231,7 +233,8 @@ class _ValuesInsertion(Insertion):
                 kind, due = "delay", event.delay.total_seconds()
             row = self._kinds[kind]
             rows.append(row.sql)
-            params += row.pick((*self._get(event), row_id, text, self._sink, lane, fence, due))
+            payload = event.payload.hex() if self._is_hex else event.payload
+            params += row.pick((*self._get(event), payload, row_id, text, self._sink, lane, fence, due))
         sql = f"{self._kinds[None].head} VALUES {', '.join(rows)}{self._tail}"
         if self._is_sqlite:
             return Prepared(sql, tuple(params), ids)
@@ -240,10 +243,12 @@ class _ValuesInsertion(Insertion):
 
     def _compile_row(self, due: Any) -> _Row:
         layout = self._layout
-        names = [*self._plain, "id", "headers", "sink", "lane", "fence", "due"]
+        names = [*self._plain, "payload", "id", "headers", "sink", "lane", "fence", "due"]
         columns: dict[str, Any] = {
             layout.fields[name]: sa.bindparam(f"p_{name}") for name in names if name in layout.fields
         }
+        if self._is_hex:
+            columns[layout.fields["payload"]] = sa.func.unhex(sa.bindparam("p_payload"))
         columns |= {layout.sink: sa.bindparam("p_sink"), layout.lane: sa.bindparam("p_lane")}
         columns |= layout.put(due)
         if not self._is_sqlite:
@@ -281,7 +286,7 @@ def _compile(statement: Any, dialect: Dialect) -> _Compiled:
 
 # What travels with every event as it is; the life cycle's columns come from the layout.
 _CARRIED = (
-    *("type", "topic", "key", "payload", "content_type", "dedup_key", "aggregate_type", "aggregate_id"),
+    *("type", "topic", "key", "content_type", "dedup_key", "aggregate_type", "aggregate_id"),
     *("schema_version", "correlation_id", "causation_id", "trace_id", "source", "max_attempts"),
 )
 _ALWAYS = {name: attrgetter(name) for name in ("id", "type", "topic", "key", "payload", "content_type")}

@@ -14,7 +14,7 @@ from uuid import UUID
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, UnboundExecutionError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session
 
 from pillarbox import drivers
 from pillarbox.durations import parse_duration
@@ -42,9 +42,12 @@ from pillarbox.tracing import current_trace_headers
 from pillarbox.wakeup import channel_name
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
     from pillarbox.stores.sql import SqlStore
+
+    Target = Session | scoped_session[Any] | sa.Connection
+    AsyncTarget = AsyncSession | async_scoped_session[Any] | AsyncConnection
 
 MAX_PAYLOAD = 1024 * 1024
 
@@ -300,25 +303,21 @@ class Outbox:
 
     # -- changing one's mind ---------------------------------------------------------------------------------
 
-    def cancel(self, target: Session | sa.Connection, *ids: UUID, dedup_key: str | None = None) -> int:
+    def cancel(self, target: Target, *ids: UUID, dedup_key: str | None = None) -> int:
         """Delete events that nobody holds; returns how many were still there to cancel."""
         return self._change(target, "cancel", ids, dedup_key, None)
 
-    def reschedule(
-        self, target: Session | sa.Connection, *ids: UUID, due_at: datetime, dedup_key: str | None = None
-    ) -> int:
+    def reschedule(self, target: Target, *ids: UUID, due_at: datetime, dedup_key: str | None = None) -> int:
         """Give events that nobody holds another time; returns how many it reached."""
         return self._change(target, "reschedule", ids, dedup_key, _aware(due_at))
 
-    async def cancel_async(
-        self, target: AsyncSession | AsyncConnection, *ids: UUID, dedup_key: str | None = None
-    ) -> int:
+    async def cancel_async(self, target: AsyncTarget, *ids: UUID, dedup_key: str | None = None) -> int:
         """`cancel` for asynchronous sessions and connections."""
         return await self._change_async(target, "cancel", ids, dedup_key, None)
 
     async def reschedule_async(
         self,
-        target: AsyncSession | AsyncConnection,
+        target: AsyncTarget,
         *ids: UUID,
         due_at: datetime,
         dedup_key: str | None = None,

@@ -45,7 +45,7 @@ class Relay:
     """Delivers the events of one store to one sink.
 
     `claim` is `hold`, `lease`, or `auto`: hold where the sink is quick and the store allows it. `in_flight` batches of
-    up to `batch_size` events are under way at once. `dead` says what a dead event does to its key: `park` lets the
+    up to `batch_size` events are under way at once; by default as many as pay off on that store. `dead` says what a dead event does to its key: `park` lets the
     later ones wait, `skip` lets them pass. `poll` bounds how long an idle relay sleeps between looks. `stop_timeout`
     bounds how long `stop` waits for deliveries before it gives their claims back.
     """
@@ -56,7 +56,7 @@ class Relay:
         sink: Sink,
         *,
         batch_size: int = 500,
-        in_flight: int = 2,
+        in_flight: int | None = None,
         claim: Literal["auto", "hold", "lease"] = "auto",
         lease: timedelta = timedelta(seconds=30),
         retry: RetryPolicy | None = None,
@@ -66,6 +66,7 @@ class Relay:
         breaker: Breaker | None = None,
         hook: Hook | None = None,
     ) -> None:
+        in_flight = store.in_flight if in_flight is None else in_flight
         if batch_size < 1 or in_flight < 1:
             raise ConfigError(f"Relay: expected a positive batch_size and in_flight, got {batch_size} and {in_flight}")
         if lease < timedelta(seconds=1):

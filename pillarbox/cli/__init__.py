@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from pillarbox import __version__
 from pillarbox.cli.bench import bench
+from pillarbox.cli.demo import demo
 from pillarbox.cli.events import app as events
 from pillarbox.cli.logs import wants_tracebacks
 from pillarbox.cli.options import UsageError
@@ -56,10 +56,7 @@ app.command()(prune)
 app.command()(audit)
 app.add_typer(schema, name="schema")
 app.command()(bench)
-if find_spec("pillarbox.cli.demo") is not None:
-    from pillarbox.cli.demo import demo
-
-    app.command()(demo)
+app.command()(demo)
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ def drop(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete dead events for good; the later events of their keys go on."""
+    """Delete dead events for good, which frees their keys."""
     _check_choice(where, everything)
     asks = not yes and not dry_run
     if asks and not sys.stdin.isatty():

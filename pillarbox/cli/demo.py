@@ -1,4 +1,4 @@
-"""`pillarbox demo`: see that nothing is lost, on this machine, in a few seconds."""
+"""`pillarbox demo`: see on this machine, in a few seconds, that nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from pillarbox.cli.options import JsonOption, UsageError
 from pillarbox.cli.output import print_json, print_table
 from pillarbox.demo.run import LEASE, Report, Run
 
-Tell = Callable[[str], None]
+Tell = Callable[[float, str], None]
 Show = Callable[[Run], None]
 
 
 def demo(
-    orders: Annotated[int, typer.Option(min=1, metavar="N", help="How many orders are tried.")] = 5000,
+    orders: Annotated[int, typer.Option(min=1, metavar="N", help="How many orders are tried.")] = 3000,
     writers: Annotated[int, typer.Option(min=1, max=32, metavar="N", help="Processes that place them.")] = 4,
-    seed: Annotated[int, typer.Option(metavar="N", help="Which customers order, which cards fail.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="Who orders what, and whose card is declined.")] = 1,
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the database, the delivered lines and the log.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a shop's orders arrive although the relay is killed twice."""
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGHUP, _end)
+    """Watch a shop's events arrive although the relay is killed twice."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     try:
-        report = _run(orders, writers, seed, keep, tells=not as_json)
+        report = _run(orders, writers, seed, keep, is_told=not as_json)
     except KeyboardInterrupt:
         typer.echo("Stopped; every process of the demo has ended.", err=True)
         raise typer.Exit(130) from None
     if as_json:
-        print_json({**asdict(report), "throughput": round(report.throughput, 1)})
+        print_json({**asdict(report), "throughput": report.throughput})
     else:
         _print_report(report)
         if keep is not None:
-            typer.echo(f"\nshop.db, delivered.jsonl and processes.log are in {keep}")
+            typer.echo(f"\nshop.db, delivered.jsonl and relay.log are in {keep}")
     if not report.is_good:
         raise typer.Exit(1)
 
@@ -51,26 +51,23 @@ def _end(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _run(orders: int, writers: int, seed: int, keep: Path | None, *, tells: bool) -> Report:
+def _run(orders: int, writers: int, seed: int, keep: Path | None, *, is_told: bool) -> Report:
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillarbox-demo-")))
         if keep is not None:
             _prepare(keep)
-        tell, show = stack.enter_context(_narrator(orders, writers)) if tells else (_ignore, _ignore)
-        options = {"orders": orders, "writers": writers, "seed": seed}
-        run = stack.enter_context(Run(folder.absolute(), tell=tell, show=show, **options))
-        return run.run()
+        tell, show = stack.enter_context(_narrator(orders, writers)) if is_told else (_ignore, _ignore)
+        run = Run(folder.absolute(), orders=orders, writers=writers, seed=seed, tell=tell, show=show)
+        return stack.enter_context(run).run()
 
 
 def _prepare(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(
-            f"--keep: expected a new or empty folder, got {str(folder)!r}, which has files in it."
-        )
+        raise UsageError(f"--keep: expected a new or empty folder; {str(folder)!r} has files in it.")
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _ignore(what: object) -> None:
+def _ignore(*what: object) -> None:
     pass
 
 
@@ -79,53 +76,59 @@ def _narrator(orders: int, writers: int) -> Iterator[tuple[Tell, Show]]:
     """Tell the story line by line and, on a terminal, show how far it is."""
     from rich.console import Console
 
-    processes = "1 process" if writers == 1 else f"{writers} processes"
+    processes = "one process" if writers == 1 else f"{writers} processes"
     console = Console(highlight=False)
     console.print(
-        f"A shop takes {orders:,} orders in {processes}. Each order and its event are one SQLite transaction;\n"
-        "one in ten is rolled back after its event was put. A relay delivers the events to a file.\n"
+        f"A shop places {orders:,} orders from {processes} at once. An order and its\n"
+        "event are one SQLite transaction; one in ten is rolled back at the end.\n"
+        "A relay delivers the events to a file, and is killed in the middle of it.\n"
     )
     with ExitStack() as stack:
         status = stack.enter_context(console.status("opening the shop")) if console.is_terminal else None
-        runs: list[Run] = []
 
-        def tell(sentence: str) -> None:
-            at = f"{runs[0].age:5.1f} s" if runs else "      "
-            console.print(f"{at}  {sentence}")
+        def tell(seconds: float, sentence: str) -> None:
+            console.print(f"{seconds:5.1f} s  {sentence}")
 
         def show(run: Run) -> None:
-            runs[:] = [run]
             if status is not None:
-                killed = f", relay killed {_times(run.kills)}" if run.kills else ""
-                status.update(f"{run.reader.delivered:,} delivered, {run.pending:,} on their way{killed}")
+                kills = f", relay killed {_times(run.kills)}" if run.kills else ""
+                status.update(f"{run.reader.delivered:,} delivered, {run.pending:,} on their way{kills}")
 
         yield tell, show
 
 
 def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _print_report(report: Report) -> None:
-    typer.echo()
-    kills = _times(report.relay_kills) if report.relay_kills else "never"
     rows = [
         ("committed", f"{report.committed:,}", "orders in the shop's table"),
-        ("rolled back", f"{report.rolled_back:,}", f"of which {report.rolled_back_delivered} were delivered"),
+        ("rolled back", f"{report.rolled_back:,}", f"{report.rolled_back_delivered:,} of them delivered"),
         ("delivered", f"{report.delivered:,}", "different orders in the file"),
-        ("delivered twice", f"{report.delivered_twice:,}", "the relay died before it could settle them"),
-        ("lost", f"{report.lost:,}", "committed but not in the file"),
-        ("out of order", f"{report.out_of_order:,}", "after a later order of the same customer"),
-        ("relay killed", kills, f"what it held is free again after {LEASE} s"),
-        ("throughput", f"{report.throughput:,.0f}/s", f"delivered orders, over {report.seconds:.1f} s"),
-        (
-            "latency p50",
-            _format_seconds(report.latency_p50),
-            "from the put until a reader of the file sees it",
-        ),
-        ("latency p99", _format_seconds(report.latency_p99), "the orders that the killed relays held"),
+        ("delivered twice", f"{report.delivered_twice:,}", "a killed relay had no time to settle them"),
+        ("lost", f"{report.lost:,}", "committed, and neither in the file nor in the outbox"),
+        ("out of order", f"{report.out_of_order:,}", "behind a later order of their customer"),
+        ("relay killed", _times(report.relay_kills), f"what it held was free again after {LEASE} s"),
+        ("throughput", f"{report.throughput:,.0f}/s", f"delivered orders in {report.seconds:.1f} s"),
+        ("latency p50", _format_seconds(report.latency_p50), "from the put to a reader of the file"),
+        ("latency p99", _format_seconds(report.latency_p99), "among them those that a kill delayed"),
     ]
+    typer.echo()
     print_table(["", "orders", ""], rows, right=["orders"])
+    typer.echo()
+    typer.echo(_conclude(report))
+
+
+def _conclude(report: Report) -> str:
+    if report.is_good:
+        return "Committed means sent: nothing is lost, nothing early, nothing sent that was rolled back."
+    if report.lost or report.out_of_order or report.rolled_back_delivered:
+        return "This must not happen: please report it, with the files that --keep DIR leaves."
+    return (
+        f"This machine is too busy: {report.waiting:,} orders still wait in the outbox. Try --orders "
+        f"{max(1, report.delivered // 2)}."
+    )
 
 
 def _format_seconds(seconds: float | None) -> str:

@@ -11,9 +11,16 @@ from uuid import UUID
 import typer
 
 from pillarbox.cli.actions import drop, redrive, replay
-from pillarbox.cli.options import JsonOption, Load, connect, takes_filter, takes_settings
+from pillarbox.cli.options import (
+    JsonOption,
+    Load,
+    connect,
+    parse_id_option,
+    takes_filter,
+    takes_settings,
+)
 from pillarbox.cli.output import print_json, print_table
-from pillarbox.cli.records import describe_record, record_to_json, summarize_record
+from pillarbox.cli.records import HEADINGS, describe_record, record_to_json, summarize_record
 from pillarbox.config import Config
 from pillarbox.errors import PillarboxError
 from pillarbox.stores import Filter, Record
@@ -21,9 +28,6 @@ from pillarbox.stores import Filter, Record
 app = typer.Typer(
     help="List, show, redrive, drop and replay events.", no_args_is_help=True, rich_markup_mode=None
 )
-app.command()(redrive)
-app.command()(drop)
-app.command()(replay)
 
 
 class InState(StrEnum):
@@ -56,15 +60,14 @@ def list_events(
     if not records:
         typer.echo("No events match.", err=True)
         return
-    headings = ["seq", "id", "state", "type", "key", "attempts", "put", "error"]
-    print_table(headings, map(summarize_record, records), right=["seq", "attempts"])
+    print_table(HEADINGS, map(summarize_record, records), right=["attempts", "age"])
 
 
 @app.command()
 @takes_settings
 def show(
     load: Load,
-    event_id: Annotated[UUID, typer.Argument(metavar="ID", help="The event's id.")],
+    event_id: Annotated[UUID, typer.Argument(parser=parse_id_option, metavar="ID", help="The event's id.")],
     as_json: JsonOption = False,
 ) -> None:
     """Show everything about one event."""
@@ -80,6 +83,11 @@ def show(
         print_json([record_to_json(record, with_payload=True) for record in records])
         return
     typer.echo("\n\n".join(describe_record(record) for record in records))
+
+
+app.command()(redrive)
+app.command()(drop)
+app.command()(replay)
 
 
 async def _find(config: Config, where: Filter, state: InState | None, limit: int) -> Sequence[Record]:

@@ -62,6 +62,14 @@ def parse_moment_option(text: str) -> datetime:
         ) from error
 
 
+def parse_id_option(text: str) -> UUID:
+    """Read an event's id."""
+    try:
+        return UUID(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"expected an event's id, a UUID; got {text!r}") from error
+
+
 def duration_option(*names: str, example: str, text: str) -> Any:
     return typer.Option(*names, parser=parse_duration_option, metavar=example, help=text)
 
@@ -141,7 +149,10 @@ _LOGGING: Final[Mapping[str, _Option]] = {
 
 _FILTER: Final[Mapping[str, _Option]] = {
     "ids": (
-        Annotated[list[UUID] | None, typer.Option("--id", metavar="ID", help="This event; may be repeated.")],
+        Annotated[
+            list[UUID] | None,
+            typer.Option("--id", parser=parse_id_option, metavar="ID", help="This event; may be repeated."),
+        ],
         None,
     ),
     "key": (Annotated[str | None, typer.Option("--key", metavar="TEXT", help="Events of this key.")], None),

@@ -14,7 +14,7 @@ import orjson
 from pillarbox.durations import format_duration
 from pillarbox.stores import Counts
 
-WIDTH_OF_A_PIPE = 1000
+WIDEST = 10_000
 
 
 # rich is imported where it is used: most commands print a line or two and should start quickly.
@@ -29,18 +29,18 @@ def print_json(value: object, *, file: IO[str] | None = None) -> None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()
 ) -> None:
-    """Print a table, on a terminal as wide as that is, into a pipe one line a row."""
+    """Print a table of one line a row, as wide as it needs: what is cut or folded cannot be copied."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
     for row in rows:
         # As Text: an event's own words must not be read as markup.
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_PIPE, highlight=False)
+    console = Console(width=WIDEST, highlight=False)
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
@@ -105,8 +105,6 @@ def format_age(age: timedelta | None) -> str:
     """A duration in its two largest units, as people say it."""
     if age is None:
         return "-"
-    if age < timedelta(seconds=10):
-        return format_duration(timedelta(milliseconds=age // timedelta(milliseconds=1)))
     whole = timedelta(seconds=int(age.total_seconds()))
     if whole >= timedelta(days=1):
         whole -= whole % timedelta(hours=1)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import base64
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import orjson
 
-from pillarbox.cli.output import format_time
+from pillarbox.cli.output import format_age, format_time
 from pillarbox.codec import is_json
 from pillarbox.event import Event
 from pillarbox.stores import Record
 
-ERROR_WIDTH = 80
+ERROR_WIDTH = 60
 
 _CONTEXT = (
     *("dedup_key", "aggregate_type", "aggregate_id", "schema_version", "correlation_id", "causation_id"),
@@ -20,13 +21,16 @@ _CONTEXT = (
 )
 
 
+HEADINGS = ("id", "state", "type", "key", "attempts", "age", "error")
+
+
 def summarize_record(record: Record) -> tuple[object, ...]:
     """The cells of one line of `events list`."""
     event: Event = record.event
     error = " ".join((record.error or "").split())
     short = error if len(error) <= ERROR_WIDTH else error[: ERROR_WIDTH - 1] + "…"
-    put_at = format_time(event.created_at)
-    return (record.seq, event.id, record.state, event.type, event.key, record.attempts, put_at, short)
+    age = None if event.created_at is None else max(timedelta(0), datetime.now(UTC) - event.created_at)
+    return (event.id, record.state, event.type, event.key, record.attempts, format_age(age), short)
 
 
 def record_to_json(record: Record, *, with_payload: bool = False) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -39,6 +40,9 @@ from pillarbox.stores import Batch, Counts, Settlement
 from pillarbox.stores.sql import SqlStore
 
 log = logging.getLogger("pillarbox.cli")
+
+# `timeout`, terminals and process runners often send one signal twice, to the process and to its group.
+ECHO = 0.5
 
 
 class ClaimBy(StrEnum):
@@ -186,21 +190,21 @@ def _summarize(tally: Tally, remains: Counts | None) -> str:
 
 def _stop_on_signals(relay: Relay) -> None:
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
+    stopped_at: float | None = None
 
-    def end_at_once(number: int, frame: object) -> None:
-        os.write(
-            2, b"pillarbox: ended at once; what was under way is delivered again when its claims lapse\n"
-        )
-        os._exit(128 + number)
-
-    def stop(number: signal.Signals) -> None:
-        log.info("%s: finishing what is under way; once more to end at once.", number.name)
-        for each in signals:
-            loop.remove_signal_handler(each)
-            # Not through the event loop: it may be what hangs.
-            signal.signal(each, end_at_once)
+    def stop(number: int) -> None:
+        log.info("%s: finishing what is under way; once more to end at once.", signal.Signals(number).name)
         relay.stop()
 
-    for number in signals:
-        loop.add_signal_handler(number, stop, number)
+    def handle(number: int, frame: object) -> None:
+        nonlocal stopped_at
+        if stopped_at is None:
+            stopped_at = time.monotonic()
+            loop.call_soon_threadsafe(stop, number)
+        elif time.monotonic() - stopped_at >= ECHO:
+            # Not through the event loop: it may be what hangs.
+            os.write(2, b"pillarbox: ended at once; what was under way is sent again when its claims lapse\n")
+            os._exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)

@@ -15,8 +15,8 @@ import orjson
 class Reader:
     """What has arrived so far.
 
-    An order may arrive again after a relay was killed; only its first arrival counts for the order of its customer's
-    numbers and for latency, which is the time from the put, inside the shop's transaction, until the line is read.
+    An order may arrive again after a relay was killed: only its first arrival is judged. Latency is the time
+    from the put, inside the shop's transaction, until the line is read here.
     """
 
     arrivals: dict[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Tail:
 
 
 def take_lines(reader: Reader, lines: Iterable[bytes]) -> None:
-    """Note what the lines say; a line that a killed relay left unfinished says nothing, its event comes again."""
+    """Note what the lines say; one that a killed relay left unfinished says nothing, it comes again."""
     now = time.time()
     for line in lines:
         try:

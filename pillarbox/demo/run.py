@@ -1,4 +1,4 @@
-"""One run of the demo: start writers and a relay, kill the relay in the middle of its work, compare at the end.
+"""One run of the demo: writers and a relay at work, the relay killed in the middle of it, and a comparison.
 
 Every process that is started here is ended here, by its number, however the run ends.
 """
@@ -6,44 +6,59 @@ Every process that is started here is ended here, by its number, however the run
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
+
+import orjson
 
 import pillarbox
 from pillarbox.demo import shop
 from pillarbox.demo.reader import Reader, Tail, percentile, take_lines
 from pillarbox.errors import PillarboxError
-from pillarbox.stores import Counts
+from pillarbox.stores import Counts, Filter
 from pillarbox.stores.url import open_store
 
 KILLS: Final = 2
 LEASE: Final = 2
 BATCH: Final = 50
-LONGEST_RUSH: Final = 8.0
-ORDERS_A_SECOND: Final = 200
-"""The pace of a small shop; a larger one places all its orders within the longest rush."""
-LONGEST_DRAIN: Final = 15.0
-LONGEST_STOP: Final = 5.0
+PACE: Final = 300
+"""Orders a second when there are few of them; many are placed within the rush."""
+RUSH: Final = 9.0
+# In seconds since the start, for machines that have more to do than this; they place fewer orders.
+LONGEST_RUSH: Final = 12.0
+LAST_KILL: Final = 14.0
+LONGEST_RUN: Final = 24.0
+LONGEST_START: Final = 10.0
+LONGEST_STOP: Final = 2
 READ_EVERY: Final = 0.005
 LOOK_EVERY: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run ended; latencies in seconds, None when nothing was delivered."""
+    """How a run ended; latencies in seconds, None when nothing was delivered.
+
+    Orders are lost when they are neither in the file nor in the outbox any more. Those that still wait there
+    when time is up are not lost, but not good either.
+    """
 
     committed: int
     rolled_back: int
     delivered: int
     delivered_twice: int
+    waiting: int
     lost: int
     rolled_back_delivered: int
     out_of_order: int
@@ -54,17 +69,24 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        return not (self.lost or self.out_of_order or self.rolled_back_delivered)
+        return not (self.lost or self.waiting or self.out_of_order or self.rolled_back_delivered)
 
     @property
     def throughput(self) -> float:
         return self.delivered / self.seconds
 
 
+class Writer(NamedTuple):
+    """A process of the shop, and where it says at its end how many orders were rolled back."""
+
+    process: BaseProcess
+    result: Connection
+
+
 class Run:
     """The processes of one run and what is known of their progress.
 
-    `tell` is called with each sentence of the story, `show` many times a second.
+    `tell` is called with the seconds since the start and what happened, `show` several times a second.
     """
 
     def __init__(
@@ -74,84 +96,88 @@ class Run:
         orders: int,
         writers: int,
         seed: int,
-        tell: Callable[[str], None],
+        tell: Callable[[float, str], None],
         show: Callable[[Run], None],
     ) -> None:
-        self.orders = orders
         self.reader = Reader()
         self.kills = 0
         self.pending = 0
+        self._orders = orders
+        self._writer_count = min(writers, orders)
+        self._seed = seed
         self._folder = folder
         self._database = folder / "shop.db"
         self._file = folder / "delivered.jsonl"
-        self._log = folder / "processes.log"
-        self._writer_count = min(writers, orders)
-        self._seed = seed
-        self._tell = tell
+        self._log = folder / "relay.log"
+        self._tell_at = tell
         self._show = show
         self._tail = Tail(self._file)
-        self._writers: list[subprocess.Popen[bytes]] = []
+        self._writers: list[Writer] = []
         self._relay: subprocess.Popen[bytes] | None = None
-        self._started_at = 0.0
-        self._looked_at = 0.0
+        self._store = open_store(f"sqlite:///{self._database}")
         self._runner = asyncio.Runner()
+        self._started_at = time.monotonic()
+        self._looked_at = 0.0
 
     def __enter__(self) -> Self:
-        shop.open_shop(self._database)
-        self._store = open_store(f"sqlite:///{self._database}")
-        self._runner.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in (*self._writers, self._relay):
-            if process is not None and process.poll() is None:
-                process.kill()
-        for process in (*self._writers, self._relay):
-            if process is not None:
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+        for process, _ in self._writers:
+            process.kill()
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.wait()
+        for process, result in self._writers:
+            process.join()
+            result.close()
         self._runner.run(self._store.close())
-        self._runner.__exit__(kind, error, trace)
+        self._runner.close()
 
     def run(self) -> Report:
         """Let the shop have its rush, kill the relay meanwhile, and report when the outbox is empty."""
-        self._started_at = time.monotonic()
+        shop.open_shop(self._database)
         self._start_relay()
+        self._wait_for_relay()
+        self._started_at = time.monotonic()
         self._start_writers()
-        while any(writer.poll() is None for writer in self._writers):
+        while any(process.is_alive() for process, _ in self._writers):
             self._step()
-            if self.kills < KILLS and self.reader.delivered > self.orders * (self.kills + 1) // (KILLS + 2):
-                self._kill_relay()
         rolled_back = sum(map(_read_result, self._writers))
-        self._tell(f"the last order is placed, {self.pending} wait in the outbox")
-        deadline = time.monotonic() + LONGEST_DRAIN
-        while self._look() and time.monotonic() < deadline:
+        self._tell(f"the last order is placed; {self._look():,} are on their way")
+        while self._look() and self._age < LONGEST_RUN:
             self._step()
-        seconds = time.monotonic() - self._started_at
+        seconds = self._age
+        self._tell("the outbox is empty" if not self.pending else f"{self.pending:,} are still in the outbox")
         self._stop_relay()
         take_lines(self.reader, self._tail.read())
-        self._tell("the outbox is empty" if not self.pending else f"{self.pending} are still in the outbox")
         return self._report(rolled_back, seconds)
 
-    @property
-    def age(self) -> float:
-        return time.monotonic() - self._started_at
-
-    # -- watching ---------------------------------------------------------------------------------------------------
+    # -- watching --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         take_lines(self.reader, self._tail.read())
-        if time.monotonic() - self._looked_at > LOOK_EVERY:
-            self._looked_at = time.monotonic()
+        if time.monotonic() > self._looked_at + LOOK_EVERY:
             self._look()
             self._show(self)
             self._check_relay()
+        if self._is_time_to_kill:
+            self._try_to_kill()
         time.sleep(READ_EVERY)
 
+    @property
+    def _is_time_to_kill(self) -> bool:
+        wanted = self._orders * (self.kills + 1) // (KILLS + 2)
+        return self.kills < KILLS and self.reader.delivered >= wanted and self._age < LAST_KILL
+
+    @property
+    def _age(self) -> float:
+        return time.monotonic() - self._started_at
+
     def _look(self) -> int:
+        self._looked_at = time.monotonic()
         counts = self._count()
         self.pending = counts.new + counts.retrying + counts.held + counts.blocked
         return self.pending
@@ -159,39 +185,50 @@ class Run:
     def _count(self) -> Counts:
         return self._runner.run(self._store.counts())
 
-    # -- processes --------------------------------------------------------------------------------------------------
+    def _tell(self, sentence: str) -> None:
+        self._tell_at(self._age, sentence)
 
-    def _start_relay(self) -> None:
-        store, sink = f"sqlite:///{self._database}", f"file:{self._file}"
-        options = f"--lease {LEASE}s --batch-size {BATCH} --stop-timeout {LONGEST_STOP:.0f}s".split()
-        self._relay = self._start("pillarbox", "relay", "--store", store, "--sink", sink, *options)
+    # -- processes -------------------------------------------------------------------------------------------
 
     def _start_writers(self) -> None:
-        share, rest = divmod(self.orders, self._writer_count)
-        rush = min(LONGEST_RUSH, self.orders / ORDERS_A_SECOND)
-        every = rush * self._writer_count / self.orders
+        # A fork shares what is imported already; a new interpreter would spend a second of the rush on that.
+        context = multiprocessing.get_context("fork")
+        share, rest = divmod(self._orders, self._writer_count)
+        every = min(RUSH, self._orders / PACE) * self._writer_count / self._orders
         for number in range(self._writer_count):
-            count = share + (number < rest)
-            arguments = (str(self._database), str(count), str(every), str(self._seed * 1000 + number))
-            self._writers.append(self._start("pillarbox.demo.shop", *arguments))
+            result, answer = context.Pipe(duplex=False)
+            count, seed = share + (number < rest), self._seed * 1000 + number
+            arguments = (self._database, count, every, seed, answer)
+            process = context.Process(target=_write, args=arguments, daemon=True)
+            process.start()
+            answer.close()
+            self._writers.append(Writer(process, result))
 
-    def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start_relay(self) -> None:
         # What the user has set for relays of their own does not concern this one.
         env = {name: value for name, value in os.environ.items() if not name.startswith("PILLARBOX_")}
         package = str(Path(pillarbox.__file__).parent.parent)
         env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [env.get("PYTHONPATH")])])
+        where = ["--store", f"sqlite:///{self._database}", "--sink", f"file:{self._file}"]
+        limits = [f"--lease={LEASE}s", f"--batch-size={BATCH}", f"--stop-timeout={LONGEST_STOP}s"]
         with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+            self._relay = subprocess.Popen(
+                [sys.executable, "-m", "pillarbox", "relay", *where, *limits],
                 cwd=self._folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=log if module == "pillarbox" else subprocess.PIPE,
+                stdout=log,
                 stderr=log,
             )
 
-    def _kill_relay(self) -> None:
-        """Kill the relay while it holds orders: it is stopped for a look, and goes on if it held none."""
+    def _wait_for_relay(self) -> None:
+        deadline = time.monotonic() + LONGEST_START
+        while time.monotonic() < deadline and not self._log.stat().st_size:
+            self._check_relay()
+            time.sleep(READ_EVERY)
+
+    def _try_to_kill(self) -> None:
+        """Kill the relay while it holds orders: it is stopped for a look, and goes on if it holds none."""
         assert self._relay is not None
         self._relay.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._relay.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -203,34 +240,37 @@ class Run:
         self._relay.wait()
         self.kills += 1
         self._start_relay()
-        self._tell(f"relay killed with SIGKILL while it held {held} orders; another one starts")
+        what = "1 order" if held == 1 else f"{held} orders"
+        self._tell(f"relay killed (SIGKILL) while it held {what}; the next one starts")
 
     def _check_relay(self) -> None:
         if self._relay is not None and self._relay.poll() is not None:
-            raise PillarboxError(f"Demo: the relay ended by itself. The end of its log:\n{self._read_log()}")
+            last = " ".join(self._log.read_text(errors="replace").splitlines()[-1:])
+            raise PillarboxError(f"The relay of the demo ended by itself; its last words: {last!r}")
 
     def _stop_relay(self) -> None:
         assert self._relay is not None
         self._relay.terminate()
-        try:
-            self._relay.wait(LONGEST_STOP * 2)
-        except subprocess.TimeoutExpired:
-            self._relay.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._relay.wait(LONGEST_STOP + 1)
 
-    def _read_log(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
+    # -- the end ---------------------------------------------------------------------------------------------
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    def _read_waiting(self) -> set[str]:
+        records = self._runner.run(self._store.events(Filter(), limit=self._orders))
+        return {orjson.loads(each.event.payload)["id"] for each in records if each.state != "dead"}
 
     def _report(self, rolled_back: int, seconds: float) -> Report:
         committed = shop.read_committed(self._database)
         delivered = self.reader.arrivals.keys()
+        waiting = committed & self._read_waiting()
         return Report(
             committed=len(committed),
             rolled_back=rolled_back,
             delivered=len(delivered),
             delivered_twice=self.reader.delivered_twice,
-            lost=len(committed - delivered),
+            waiting=len(waiting - delivered),
+            lost=len(committed - waiting - delivered),
             rolled_back_delivered=len(delivered - committed),
             out_of_order=self.reader.out_of_order,
             relay_kills=self.kills,
@@ -240,9 +280,15 @@ class Run:
         )
 
 
-def _read_result(writer: subprocess.Popen[bytes]) -> int:
-    assert writer.stdout is not None
-    output = writer.stdout.read()
-    if writer.returncode != 0:
-        raise PillarboxError(f"Demo: a process of the shop ended with exit code {writer.returncode}")
-    return int(output)
+def _write(database: Path, count: int, every: float, seed: int, answer: Connection) -> None:
+    # Ctrl-C reaches the whole group of processes; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    answer.send(shop.place_orders(database, count, every=every, at_most=LONGEST_RUSH, seed=seed))
+
+
+def _read_result(writer: Writer) -> int:
+    if not writer.result.poll():
+        raise PillarboxError(f"A writer of the demo ended by itself with exit code {writer.process.exitcode}")
+    declined: int = writer.result.recv()
+    return declined

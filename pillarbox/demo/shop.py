@@ -1,13 +1,11 @@
 """The shop of the demo: an order and its event are written in one transaction, or neither is.
 
-Run as a program it is one of the shop's processes: it places orders at a steady pace and prints how many it rolled
-back. Numbers count the orders of a customer, so whoever reads the events can tell whether one is missing or early.
+Orders are numbered by customer, so that whoever reads the events can tell whether one is missing or early.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +35,13 @@ orders = sa.Table(
     sa.Column("number", sa.Integer, nullable=False),
 )
 
+_count_one_more = (
+    sa.update(customers)
+    .where(customers.c.name == sa.bindparam("customer_name"))
+    .values(orders=customers.c.orders + 1)
+    .returning(customers.c.orders)
+)
+
 
 class CardDeclined(Exception):
     """The last step of an order failed; everything before it is rolled back."""
@@ -60,7 +65,7 @@ def connect(path: Path) -> sa.Engine:
 
 
 def open_shop(path: Path) -> None:
-    """Create the tables, and the customers who have ordered nothing yet."""
+    """Create the tables, and the customers, who have ordered nothing yet."""
     engine = connect(path)
     metadata.create_all(engine)
     with engine.begin() as db:
@@ -72,23 +77,25 @@ def open_shop(path: Path) -> None:
 def place_order(engine: sa.Engine, customer: str, *, is_declined: bool) -> None:
     """Write an order and the event that tells of it; a declined card undoes both."""
     with engine.begin() as db:
-        count = sa.update(customers).where(customers.c.name == customer).values(orders=customers.c.orders + 1)
-        number = db.execute(count.returning(customers.c.orders)).scalar_one()
+        number = db.execute(_count_one_more, {"customer_name": customer}).scalar_one()
         order = {"id": str(uuid4()), "customer": customer, "number": number}
-        db.execute(sa.insert(orders).values(order))
+        db.execute(sa.insert(orders), order)
         outbox.put(db, Event("order.placed", {**order, "placed_at": time.time()}, key=customer))
         if is_declined:
             raise CardDeclined(customer)
 
 
-def place_orders(path: Path, count: int, *, every: float, seed: int) -> int:
-    """Place `count` orders, one `every` so many seconds; returns how many were rolled back."""
+def place_orders(path: Path, count: int, *, every: float, at_most: float, seed: int) -> int:
+    """Place orders at a steady pace, fewer where that takes too long; returns how many were rolled back."""
     chance = random.Random(seed)
     engine = connect(path)
     declined = 0
     start = time.monotonic()
     for turn in range(count):
-        time.sleep(max(0.0, start + turn * every - time.monotonic()))
+        now = time.monotonic()
+        if now > start + at_most:
+            break
+        time.sleep(max(0.0, start + turn * every - now))
         customer = f"customer-{chance.randrange(CUSTOMERS):03}"
         try:
             place_order(engine, customer, is_declined=chance.random() < DECLINED)
@@ -105,8 +112,3 @@ def read_committed(path: Path) -> set[str]:
         found = set(db.execute(sa.select(orders.c.id)).scalars())
     engine.dispose()
     return found
-
-
-if __name__ == "__main__":
-    file, count, every, seed = sys.argv[1:]
-    print(place_orders(Path(file), int(count), every=float(every), seed=int(seed)))

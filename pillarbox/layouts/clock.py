@@ -14,8 +14,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql import ColumnElement
 from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 
@@ -59,10 +59,19 @@ class UuidText(TypeDecorator[UUID]):
         return value if value is None or isinstance(value, UUID) else UUID(value)
 
 
+class ExactVarchar(mysql.VARCHAR):
+    """VARCHAR that compares byte by byte: the default takes 'a' and 'A' for one key, utf8mb4_bin 'a' and 'a '."""
+
+
+@compiles(ExactVarchar, "mysql", "mariadb")
+def _exact_varchar(type_: ExactVarchar, compiler: Any, **kw: Any) -> str:
+    collation = "utf8mb4_nopad_bin" if compiler.dialect.is_mariadb else "utf8mb4_0900_bin"
+    return f"VARCHAR({type_.length}) CHARACTER SET utf8mb4 COLLATE {collation}"
+
+
 def text_type(length: int) -> TypeEngine[str]:
-    """Text that compares byte by byte on every database: MySQL's default would take 'a' and 'A' for one key."""
-    binary = mysql.VARCHAR(length, charset="utf8mb4", collation="utf8mb4_bin")
-    return sa.String(length).with_variant(binary, "mysql", "mariadb")
+    """Text that compares byte by byte on every database."""
+    return sa.String(length).with_variant(ExactVarchar(length), "mysql", "mariadb")
 
 
 def long_text_type() -> TypeEngine[str]:
@@ -83,31 +92,28 @@ def sequence_type() -> TypeEngine[int]:
     return sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
-class now(ColumnElement[datetime]):  # noqa: N801 - reads as the SQL function it stands for
+class now(FunctionElement[datetime]):  # noqa: N801 - reads as the SQL function it stands for
     """The start of the running statement, by the database's clock."""
 
     inherit_cache = True
     type = Timestamp()
+    name = "now"
 
 
-class later(ColumnElement[datetime]):  # noqa: N801
+class later(FunctionElement[datetime]):  # noqa: N801
     """`now()` plus a number of seconds."""
 
-    inherit_cache = False
+    inherit_cache = True
     type = Timestamp()
-
-    def __init__(self, seconds: ColumnElement[float]) -> None:
-        self.seconds = seconds
+    name = "later"
 
 
-class seconds_until(ColumnElement[float]):  # noqa: N801
+class seconds_until(FunctionElement[float]):  # noqa: N801
     """How many seconds from `now()` to an instant; negative when it has passed."""
 
-    inherit_cache = False
+    inherit_cache = True
     type = sa.Float()
-
-    def __init__(self, instant: ColumnElement[Any]) -> None:
-        self.instant = instant
+    name = "seconds_until"
 
 
 @compiles(now, "postgresql")
@@ -129,34 +135,35 @@ def _now_sqlite(element: now, compiler: SQLCompiler, **kw: Any) -> str:
 
 @compiles(later, "postgresql")
 def _later_postgres(element: later, compiler: SQLCompiler, **kw: Any) -> str:
-    seconds = compiler.process(element.seconds, **kw)
+    seconds = compiler.process(element.clauses, **kw)
     return f"(statement_timestamp() + CAST({seconds} AS DOUBLE PRECISION) * INTERVAL '1 second')"
 
 
 @compiles(later, "mysql")
 @compiles(later, "mariadb")
 def _later_mysql(element: later, compiler: SQLCompiler, **kw: Any) -> str:
-    seconds = compiler.process(element.seconds, **kw)
+    seconds = compiler.process(element.clauses, **kw)
     return f"(UTC_TIMESTAMP(6) + INTERVAL CAST(({seconds}) * 1000000 AS SIGNED) MICROSECOND)"
 
 
 @compiles(later, "sqlite")
 def _later_sqlite(element: later, compiler: SQLCompiler, **kw: Any) -> str:
-    seconds = compiler.process(element.seconds, **kw)
+    seconds = compiler.process(element.clauses, **kw)
     return f"(strftime('%Y-%m-%d %H:%M:%f', 'now', ({seconds}) || ' seconds') || '000')"
 
 
 @compiles(seconds_until, "postgresql")
 def _until_postgres(element: seconds_until, compiler: SQLCompiler, **kw: Any) -> str:
-    return f"CAST(EXTRACT(EPOCH FROM {compiler.process(element.instant, **kw)} - statement_timestamp()) AS FLOAT8)"
+    return f"CAST(EXTRACT(EPOCH FROM {compiler.process(element.clauses, **kw)} - statement_timestamp()) AS FLOAT8)"
 
 
 @compiles(seconds_until, "mysql")
 @compiles(seconds_until, "mariadb")
 def _until_mysql(element: seconds_until, compiler: SQLCompiler, **kw: Any) -> str:
-    return f"(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {compiler.process(element.instant, **kw)}) / 1e6)"
+    return f"(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {compiler.process(element.clauses, **kw)}) / 1e6)"
 
 
 @compiles(seconds_until, "sqlite")
 def _until_sqlite(element: seconds_until, compiler: SQLCompiler, **kw: Any) -> str:
-    return f"((julianday({compiler.process(element.instant, **kw)}) - julianday('now')) * 86400.0)"
+    # A Julian day is exact to some 40 microseconds, SQLite's clock to a millisecond.
+    return f"ROUND((julianday({compiler.process(element.clauses, **kw)}) - julianday('now')) * 86400.0, 3)"

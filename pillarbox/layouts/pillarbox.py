@@ -142,7 +142,8 @@ def _outbox_indexes(table: str, c: Any) -> list[sa.Index]:
 
 def _dead_indexes(table: str, c: Any) -> list[sa.Index]:
     return [
-        sa.Index(f"{table}_id", c["id"], c["sink"], unique=True),
+        # Not unique: an id that was put again may die again.
+        sa.Index(f"{table}_id", c["id"], c["sink"]),
         sa.Index(f"{table}_key", c["sink"], c["key"], c["parks"], **_partial("key IS NOT NULL")),
         sa.Index(f"{table}_died", c["died_at"]),
     ]

@@ -95,7 +95,10 @@ class StdoutSink:
             if not poll.poll(_GLANCE_MS):
                 continue
             # A pipe that is ready takes this much without blocking.
-            written = os.write(descriptor, left[: select.PIPE_BUF])
+            try:
+                written = os.write(descriptor, left[: select.PIPE_BUF])
+            except BlockingIOError:  # someone made it non-blocking, and it took less than it promised
+                continue
             self._is_torn = left[written - 1] != ord("\n")
             left = left[written:]
 

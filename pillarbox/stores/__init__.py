@@ -145,6 +145,8 @@ class Store(Protocol):
     name: str
     modes: frozenset[Mode]
     """The ways of claiming that layout, database and connection allow."""
+    in_flight: int
+    """How many batches under way at once pay off."""
 
     async def open(self) -> None: ...
 

@@ -7,10 +7,12 @@ statement, so that there is never a statement a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql.elements import ColumnElement
 
 from pillarbox.layouts.clock import UuidText
@@ -85,6 +87,33 @@ class GivenRows:
     def _json_each(self) -> str:
         columns = ", ".join(f"json_extract(value, '$[{index}]') AS {name}" for index, name in enumerate(self.names))
         return f"SELECT {columns} FROM json_each(:g_rows)"
+
+
+class SameForAll:
+    """A batch whose rows differ in nothing but their number: the numbers as a list, the rest as plain parameters.
+
+    Most batches are such; the database then need not join them with anything.
+    """
+
+    def __init__(self, dialect: str, names: Collection[str]) -> None:
+        self._dialect = dialect
+        self._names = [name for name in names if name != "row_id"]
+        self.c = SimpleNamespace(**{name: sa.bindparam(f"g_{name}", type_=_KINDS[name].type) for name in self._names})
+
+    def is_row(self, column: ColumnElement[Any]) -> ColumnElement[bool]:
+        """Whether a row is one of the batch's."""
+        if self._dialect == "postgresql":
+            return column == sa.any_(sa.bindparam("g_row_id", type_=postgresql.ARRAY(sa.BigInteger)))
+        if self._dialect == "sqlite":
+            return column.in_(sa.text("SELECT value FROM json_each(:g_row_id)").columns(value=sa.BigInteger))
+        return column.in_(sa.bindparam("g_row_id", expanding=True))
+
+    def params(self, rows: Sequence[Given]) -> dict[str, Any]:
+        numbers: Any = [row[0] for row in rows]
+        if self._dialect == "sqlite":
+            numbers = orjson.dumps(numbers).decode()
+        first = rows[0]
+        return {"g_row_id": numbers, **{f"g_{name}": getattr(first, name) for name in self._names}}
 
 
 class UsedColumns:

@@ -31,6 +31,7 @@ from pillarbox.event import (
 )
 from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
 
+_SHOWN = tuple(Record.__dataclass_fields__)
 LAPSED = "The lease lapsed: the relay that held this event died or stalled."
 
 
@@ -48,6 +49,10 @@ class _Row:
     delivered_at: datetime | None = None
     died_at: datetime | None = None
     parks: bool = False
+
+    @property
+    def names(self) -> set[object]:
+        return {name for name in (self.event.id, self.event.dedup_key) if name is not None}
 
     def enter(self, state: State, until_at: datetime | None = None) -> None:
         self.state, self.until_at, self.fence, self.holder = state, until_at, None, None
@@ -108,6 +113,7 @@ class MemoryStore:
     retention: timedelta | None = None
     name: str = "memory:"
     modes: frozenset[Mode] = frozenset({"hold", "lease"})
+    in_flight = 2
     _rows: dict[int, _Row] = field(default_factory=dict, init=False, repr=False)
     _audit: list[Entry] = field(default_factory=list, init=False, repr=False)
     _last_seq: int = field(default=0, init=False, repr=False)
@@ -116,8 +122,6 @@ class MemoryStore:
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...
-
-    # -- what applications do --------------------------------------------------------------------------------
 
     def put(self, *events: Event) -> MemoryReceipt:
         """Put events in a transaction of their own."""
@@ -130,21 +134,20 @@ class MemoryStore:
         rows: list[_Row] = []
 
         def put(*events: Event) -> MemoryReceipt:
-            new: list[Event] = []
-            for event in events:
-                if not self._has_live(event, rows):
-                    rows.append(self._make_row(event))
-                    new.append(event)
-            return MemoryReceipt(tuple(new), tuple(event for event in events if event not in new))
+            made = _one_of_each(map(self._make_row, events), self._taken(*rows))
+            rows.extend(made)
+            new = {row.event.id for row in made}
+            existing = tuple(event for event in events if event.id not in new)
+            return MemoryReceipt(tuple(event for event in events if event.id in new), existing)
 
         yield put
-        self._rows |= {row.seq: row for row in rows if not self._has_live(row.event)}
+        self._rows |= {row.seq: row for row in _one_of_each(rows, self._taken())}
         self._woken.set()
 
     def cancel(self, *ids: UUID) -> int:
         """Delete events that nobody holds; returns how many were still there to cancel."""
-        free = self._select("ready", "waiting", "blocked", "scheduled", where=Filter(ids))
-        return self._remove([row for row in free if row.holder is None])
+        free = self._select("ready", "waiting", "blocked", "scheduled")
+        return self._remove([row for row in free if row.event.id in ids and row.holder is None])
 
     def _make_row(self, event: Event) -> _Row:
         # The number is drawn now, as a database draws it before the commit.
@@ -157,13 +160,9 @@ class MemoryStore:
             row.enter("scheduled", due_at)
         return row
 
-    def _has_live(self, event: Event, others: Sequence[_Row] = ()) -> bool:
-        live = [row.event for row in others]
-        live += [row.event for row in self._rows.values() if row.state != "dead"]
-        keys = {each.dedup_key for each in live} - {None}
-        return event.id in {each.id for each in live} or event.dedup_key in keys
-
-    # -- what relays do -------------------------------------------------------------------------------------
+    def _taken(self, *others: _Row) -> set[object]:
+        live = [*others, *(row for row in self._rows.values() if row.state != "dead")]
+        return {name for row in live for name in row.names}
 
     async def claim(
         self,
@@ -193,8 +192,7 @@ class MemoryStore:
         return batch
 
     def _judge(self) -> Callable[[_Row], bool]:
-        rows = self._rows.values()
-        in_flight = {row.event.key for row in rows if row.state == "leased" or row.holder is not None}
+        in_flight = {row.event.key for row in self._select() if row.state == "leased" or row.holder}
         first: dict[str | None, int] = {}
         for row in self._select("waiting", "dead"):
             if row.state == "waiting" or row.parks:
@@ -213,8 +211,7 @@ class MemoryStore:
         else:
             row.enter("leased", self.clock() + lease)
             row.attempts = claim.attempt
-            row.fence = claim.fence = token
-            claim.expires_at = row.until_at
+            row.fence, claim.fence, claim.expires_at = token, token, row.until_at
         return claim
 
     def _wake(self, max_attempts: int | None) -> None:
@@ -305,8 +302,6 @@ class MemoryStore:
         self._woken.clear()
         return True
 
-    # -- what operators do -----------------------------------------------------------------------------------
-
     async def counts(self) -> Counts:
         pending = [row.put_at for row in self._rows.values() if row.state not in ("delivered", "dead")]
         return Counts(
@@ -321,16 +316,11 @@ class MemoryStore:
         )
 
     async def events(self, where: Filter, *, state: State | None = None, limit: int = 50) -> Sequence[Record]:
-        names = Record.__dataclass_fields__
         rows = self._select(*([state] if state else []), where=where)
-        return [Record(**{name: getattr(row, name) for name in names}) for row in rows[::-1][:limit]]
+        return [Record(**{name: getattr(row, name) for name in _SHOWN}) for row in rows[::-1][:limit]]
 
     async def redrive(self, where: Filter, *, actor: str, **options: Any) -> int:
-        # Of events with one id or dedup key only one can live: the oldest that matches.
-        rows: list[_Row] = []
-        for row in self._select("dead", where=where):
-            if not self._has_live(row.event, rows):
-                rows.append(row)
+        rows = _one_of_each(self._select("dead", where=where), self._taken())
         return self._act("redrive", rows, where, actor, **options)
 
     async def drop(self, where: Filter, *, actor: str, **options: Any) -> int:
@@ -384,6 +374,16 @@ class MemoryStore:
     def _select(self, *states: State, where: Filter | None = None) -> list[_Row]:
         rows = [row for _, row in sorted(self._rows.items()) if not states or row.state in states]
         return rows if where is None else [row for row in rows if _matches(row, where)]
+
+
+def _one_of_each(rows: Iterable[_Row], taken: set[object]) -> list[_Row]:
+    # Of rows that share an id or a dedup key only the first can live.
+    chosen: list[_Row] = []
+    for row in rows:
+        if taken.isdisjoint(row.names):
+            taken |= row.names
+            chosen.append(row)
+    return chosen
 
 
 def _matches(row: _Row, where: Filter) -> bool:

@@ -10,9 +10,11 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.event import EVENT_FIELDS, LATE_HEADER, NO_HEADERS, load_event
+from pillarbox.codec import decode_json
+from pillarbox.event import EVENT_FIELDS, LATE_HEADER
 from pillarbox.layouts.clock import later, now, seconds_until
 from pillarbox.stores import Counts, Entry, Filter, Record, State
+from pillarbox.stores.pick import FIRST_FIELD, ClaimLoader
 from pillarbox.stores.transitions import Transitions
 
 CHUNK = 500
@@ -25,6 +27,7 @@ class Operations:
         self._t = transitions
         self._layout = transitions.layout
         self._tables = transitions.tables
+        self._loader = ClaimLoader(transitions.dialect)
 
     def counts(self, db: sa.Connection) -> Counts:
         """Count every part of the life cycle in one pass over the table."""
@@ -55,7 +58,9 @@ class Operations:
         """Redrive, drop or replay what matches, oldest first, and write down who did it."""
         role = "outbox" if action == "replay" else "dead"
         table = self._tables[role]
-        query = sa.select(table.c.seq, table.c.key).where(self._mine(table), *self._conditions(table, where, role))
+        query = sa.select(table.c.seq, table.c.key, _raw(table.c.id).label("id"), table.c.dedup_key).where(
+            self._mine(table), *self._conditions(table, where, role)
+        )
         if action == "replay":
             query = query.where(self._layout.counts.delivered(table.c))
         if action == "redrive":
@@ -63,9 +68,11 @@ class Operations:
         query = query.order_by(table.c.seq)
         if limit is not None:
             query = query.limit(limit)
+        rows = db.execute(query if dry_run else query.with_for_update(skip_locked=True)).all()
+        if action == "redrive":
+            rows = _one_of_each(rows)
         if dry_run:
-            return db.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
-        rows = db.execute(query.with_for_update(skip_locked=True)).all()
+            return len(rows)
         change = {"redrive": self._redrive, "drop": self._drop, "replay": self._replay}[action]
         for start in range(0, len(rows), CHUNK):
             chunk = rows[start : start + CHUNK]
@@ -114,7 +121,7 @@ class Operations:
         fresh = self._layout.redrive.values(dead.c, None)
         columns = [column.name for column in outbox.c if column.name in dead.c or column.name in fresh]
         # Events that others of their key have overtaken are late, and say so.
-        self._mark_late(db, dead, chosen & sa.not_(dead.c.parks))
+        self._mark_late(db, dead, chosen & sa.not_(dead.c.parks) & dead.c.key.is_not(None))
         source = sa.select(*(_value(fresh, dead, name) for name in columns)).where(chosen).order_by(dead.c.seq)
         db.execute(sa.insert(outbox).from_select(columns, source))
         db.execute(sa.delete(dead).where(chosen))
@@ -130,13 +137,12 @@ class Operations:
         db.execute(sa.update(outbox).where(chosen).values(self._layout.replay.values(outbox.c, None)))
 
     def _mark_late(self, db: sa.Connection, table: sa.Table, chosen: ColumnElement[bool]) -> None:
-        late = db.execute(sa.select(table.c.seq, table.c.headers).where(chosen)).all()
+        found = db.execute(sa.select(table.c.seq, _raw(table.c.headers)).where(chosen)).all()
+        late = [{"late_seq": seq, "late_headers": _late_headers(headers)} for seq, headers in found]
+        late = [each for each in late if each["late_headers"] is not None]
         if late:
-            target = sa.bindparam("late_seq")
-            db.execute(
-                sa.update(table).where(table.c.seq == target).values(headers=sa.bindparam("late_headers")),
-                [{"late_seq": row.seq, "late_headers": {**(row.headers or {}), LATE_HEADER: "true"}} for row in late],
-            )
+            change = sa.update(table).where(table.c.seq == sa.bindparam("late_seq", type_=sa.BigInteger))
+            db.execute(change.values(headers=sa.bindparam("late_headers")), late)
 
     # -- conditions -------------------------------------------------------------------------------------------------
 
@@ -163,7 +169,9 @@ class Operations:
             if value is not None:
                 conditions.append(table.c[name] == value)
         if where.error is not None:
-            conditions.append(table.c.error.contains(where.error, autoescape=True))
+            # Not LIKE, which on SQLite does not tell capitals.
+            find = sa.func.strpos if self._t.dialect == "postgresql" else sa.func.instr
+            conditions.append(find(table.c.error, where.error) > 0)
         moment = table.c.died_at if role == "dead" else sa.func.coalesce(table.c.delivered_at, table.c.created_at)
         if where.since is not None:
             conditions.append(moment >= where.since)
@@ -174,26 +182,57 @@ class Operations:
     def _list(
         self, db: sa.Connection, role: str, where: Filter, state: State | None, limit: int
     ) -> list[Record]:
-        table = self._tables[role]
-        query = sa.select(table).where(self._mine(table), *self._conditions(table, where, role))
+        table, fields = self._tables[role], self._layout.fields
+        # In the shape of a pick: a row that does not make an event is shown as far as it can be read.
+        event = [_raw(table.c[fields[name]]) if name in fields else sa.null() for name in EVENT_FIELDS]
+        own = ("died_at", "parks") if role == "dead" else ("state", "until_at", "delivered_at")
+        query = sa.select(
+            *(table.c.seq, sa.null(), sa.null(), sa.null(), table.c.seq, table.c.attempts),
+            *(column.label(f"field_{number}") for number, column in enumerate(event)),
+            *(table.c.error, *(table.c[name] for name in own)),
+        ).where(self._mine(table), *self._conditions(table, where, role))
         if state is not None:
             query = query.where(table.c.state == sa.literal_column(str(STATES.index(state))))
-        rows = db.execute(query.order_by(table.c.seq.desc()).limit(limit)).mappings().all()
+        rows = db.execute(query.order_by(table.c.seq.desc()).limit(limit)).all()
         return [self._record(row, role) for row in rows]
 
     def _record(self, row: Any, role: str) -> Record:
-        values = {name: row.get(self._layout.fields.get(name, name)) for name in EVENT_FIELDS}
-        values["headers"] = values["headers"] or NO_HEADERS
-        event = load_event(*values.values())
-        common = {"event": event, "seq": row["seq"], "attempts": row["attempts"], "error": row["error"]}
+        event = self._loader.load(row[: FIRST_FIELD + len(EVENT_FIELDS)]).event
+        common = {"event": event, "seq": row[0], "attempts": row.attempts, "error": row.error}
         if role == "dead":
-            return Record(**common, state="dead", died_at=row["died_at"], parks=row["parks"])
+            return Record(**common, state="dead", died_at=row.died_at, parks=row.parks)
         return Record(
-            **common, state=STATES[row["state"]], until_at=row["until_at"], delivered_at=row["delivered_at"]
+            **common, state=STATES[row.state], until_at=row.until_at, delivered_at=row.delivered_at
         )
 
 
 STATES: tuple[State, ...] = ("ready", "leased", "waiting", "blocked", "scheduled", "delivered")
+
+
+def _raw(column: Any) -> ColumnElement[Any]:
+    # Without its type: one value that does not decode must not spoil the others.
+    return sa.type_coerce(column, sa.types.NullType())
+
+
+def _one_of_each(rows: Sequence[Any]) -> list[Any]:
+    """The oldest of the rows that share an id or a dedup key: only one of them can live."""
+    taken: set[Any] = set()
+    chosen: list[Any] = []
+    for row in rows:
+        names = {str(row.id), ("dedup", row.dedup_key)} - {("dedup", None)}
+        if taken.isdisjoint(names):
+            chosen.append(row)
+            taken |= names
+    return chosen
+
+
+def _late_headers(value: Any) -> dict[str, Any] | None:
+    """The headers with the late one added; None when they cannot be read."""
+    try:
+        headers = decode_json(value) if isinstance(value, str | bytes) else value
+    except ValueError:
+        return None
+    return {**(headers or {}), LATE_HEADER: "true"} if isinstance(headers, dict | None) else None
 
 
 def _value(fresh: Any, table: sa.Table, name: str) -> ColumnElement[Any]:

@@ -137,6 +137,7 @@ def pooled_engine(url: sa.URL) -> AsyncEngine:
     # The pooler pools; a second pool here would keep its clients idle.
     return create_async_engine(
         url.set(drivername="postgresql+psycopg"),
+        isolation_level="READ COMMITTED",
         json_deserializer=orjson.loads,
         poolclass=NullPool,
         connect_args={"prepare_threshold": None},

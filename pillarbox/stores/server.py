@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pillarbox.errors import StoreUnavailable
@@ -67,7 +68,8 @@ async def let_go(connection: AsyncConnection) -> None:
         await asyncio.shield(closing)
     except (DBAPIError, OSError) as error:
         log.debug("A connection was lost while it was returned: %s", error)
-        await connection.invalidate()
+        with suppress(InvalidRequestError):  # it is closed already
+            await connection.invalidate()
     except asyncio.CancelledError:
         await asyncio.wait([closing])
         raise

@@ -27,6 +27,7 @@ Work = Callable[[sa.Connection], T]
 log = logging.getLogger("pillarbox.store")
 
 WAKE_EVERY = 0.1
+LOOK_AGAIN = 1.0
 MAX_CONFLICTS = 5
 
 
@@ -74,6 +75,7 @@ class SqlStore(ABC):
 
     dialect: str
     modes: frozenset[Mode]
+    in_flight = 2
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class SqlStore(ABC):
         self.sink = sink
         self.name = f"{url.render_as_string(hide_password=True)} ({self.tables['outbox'].fullname})"
         self.busy_lanes: Counter[int] = Counter()
-        self._woken_at = 0.0
+        self._look_at = 0.0
         self._build(self.dialect)
 
     def _build(self, dialect: str) -> None:
@@ -158,17 +160,20 @@ class SqlStore(ABC):
         return batch
 
     async def _wake(self, max_attempts: int | None) -> None:
-        moment = time.monotonic()
-        if moment - self._woken_at >= WAKE_EVERY:
-            self._woken_at = moment
-            if await self.run(lambda db: self.transitions.next_due(db), writes=False) == 0.0:
-                await self.run(lambda db: self.transitions.wake(db, max_attempts))
+        """Let rows whose time has come be claimed; asks the database now and then, and when it said so itself."""
+        if time.monotonic() < self._look_at:
+            return
+        if await self._ask_due() == 0.0:
+            await self.run(lambda db: self.transitions.wake(db, max_attempts))
+        self._look_at = time.monotonic() + WAKE_EVERY
 
     async def next_due(self) -> timedelta | None:
-        seconds = await self.run(self.transitions.next_due, writes=False)
-        # The next claim must look, however shortly after the last one it comes.
-        self._woken_at = 0.0
+        seconds = await self._ask_due()
+        self._look_at = time.monotonic() + (LOOK_AGAIN if seconds is None else seconds)
         return None if seconds is None else timedelta(seconds=seconds)
+
+    async def _ask_due(self) -> float | None:
+        return await self.run(self.transitions.next_due, writes=False)
 
     def _ensure_lanes(self, db: sa.Connection) -> None:
         lanes = self.tables["lanes"]

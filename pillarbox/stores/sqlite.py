@@ -31,6 +31,7 @@ class SqliteStore(SqlStore):
 
     dialect = "sqlite"
     modes: frozenset[Mode] = frozenset({"lease"})
+    in_flight = 1
 
     def __init__(self, url: sa.URL, *args: Any, **options: Any) -> None:
         if not url.database or url.database == ":memory:":

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
+import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import insert as mysql_insert
@@ -34,7 +36,8 @@ from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Outcome, Released
 from pillarbox.layouts.clock import seconds_until
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
-from pillarbox.stores.dialect import Given, GivenRows, UsedColumns, delete_given, is_mysql
+from pillarbox.stores.dialect import Given, GivenRows, SameForAll, UsedColumns, delete_given, is_mysql
+from pillarbox.stores.hot import Hot
 from pillarbox.stores.pick import ClaimLoader, build_pick
 
 WAKE_LIMIT = 1000
@@ -51,6 +54,13 @@ class Taken(NamedTuple):
     lanes: set[int]
     is_full: bool
     has_tried: bool
+
+
+class _Write(NamedTuple):
+    each: Hot
+    given: GivenRows
+    alike: Hot
+    same: SameForAll
 
 
 @dataclass
@@ -75,13 +85,19 @@ class LaneShare:
             self.wanted = min(max(4, self.lanes // 2), self.wanted + 1)
 
     def rows_per_lane(self, limit: int, lanes: int) -> int:
-        return min(limit, max(self.depth, -(-2 * limit // lanes)))
+        # A quarter more than an even share: lanes are never quite even.
+        return min(limit, max(self.depth, -(-5 * limit // (4 * lanes))))
 
-    def picked(self, limit: int, found: int, deepest: int, depth: int) -> None:
-        if found < limit and deepest >= depth:
+    def picked(self, limit: int, rows: Sequence[Any], depth: int) -> bool:
+        """Learn from a pick; returns whether more rows are waiting."""
+        if len(rows) >= limit:
+            self.depth //= 2
+            return True
+        deepest = max(Counter(row[3] for row in rows).values(), default=0)
+        if deepest >= depth:
             self.depth = min(limit, depth * 2)
-        elif found >= limit:
-            self.depth = self.depth // 2
+            return True
+        return False
 
 
 class Transitions:
@@ -102,6 +118,7 @@ class Transitions:
         self.dialect = dialect
         self.sink = sink
         self.share = LaneShare(layout.lanes)
+        self._hints = is_mysql(dialect)
         self._row = self.outbox.c[layout.row]
         self._mine = self.outbox.c[layout.sink] == sa.bindparam("sink", sink)
         self._given = GivenRows(dialect)
@@ -109,14 +126,14 @@ class Transitions:
         self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
         self._loader = ClaimLoader(dialect)
         self._latch = self._build_latch()
-        self._due = [self._select_due(due(self.outbox.c)) for due in layout.due]
+        self._due = [Hot(self._select_due(due(self.outbox.c))) for due in layout.due]
         self._lapsed = self._select_due(
             layout.lease.lapsed(self.outbox.c),
             *(self.outbox.c[name] for name in (layout.attempts, layout.lease.fence, layout.order.key)),
             self.outbox.c.max_attempts,
         )
-        self._next_due = self._build_next_due()
-        self._unblock = self._build_unblock()
+        self._next_due = Hot(self._build_next_due())
+        self._unblock = Hot(self._build_unblock())
         self._writes = {
             fenced: {
                 name: self._build_write(write, fenced)
@@ -127,6 +144,7 @@ class Transitions:
                     "promote": layout.promote,
                     "lapse": layout.lease.lapse,
                     "block": layout.order.block,
+                    "cancel": Delete(),
                     "claim": Update(layout.lease.claim),
                     "renew": Update(layout.lease.renew),
                 }.items()
@@ -143,23 +161,31 @@ class Transitions:
 
         `busy` lanes have rows of this relay under way: their keys are probably taken, so they come last.
         """
-        lanes = self._latch(db, busy)
-        if not lanes:
-            return Taken([], [], set(), False, False)
-        depth = self.share.rows_per_lane(limit, len(lanes))
-        rows = self._pick(db, lanes, depth, limit)
-        if len(rows) < limit and len(lanes) < limit:
-            self.share.picked(limit, len(rows), max(_most_in_a_lane(rows), 0), depth)
-        taken = self._choose(rows, mode, limit)
-        if mode == "lease" and taken.claims:
+        seen: set[int] = set()
+        claims: list[Claim] = []
+        blocked: list[tuple[Any, str]] = []
+        is_full = has_tried = False
+        # Lanes that hold only rows which cannot be had now must not hide the others.
+        while not claims and (lanes := [lane for lane in self._latch(db, {*busy, *seen}) if lane not in seen]):
+            seen.update(lanes)
+            depth = self.share.rows_per_lane(limit, len(lanes))
+            rows = self._pick(db, lanes, depth, limit)
+            is_full |= self.share.picked(limit, rows, depth)
+            claims, waiting, was_tried = self._choose(rows, mode)
+            blocked += waiting
+            has_tried |= was_tried
+        if mode == "lease" and claims:
             token = uuid4()
             seconds = lease.total_seconds()
-            for claim in taken.claims:
+            for claim in claims:
                 claim.fence = token
-            self._write(db, "claim", [Given(c.row, token, c.attempt, seconds) for c in taken.claims])
-        return taken
+            self._write(db, "claim", [Given(c.row, token, c.attempt, seconds) for c in claims])
+        is_full |= bool(claims) and len(lanes) >= self.share.wanted
+        return Taken(claims, blocked, set(lanes), is_full, has_tried)
 
-    def _choose(self, rows: Sequence[Any], mode: Mode, limit: int) -> Taken:
+    def _choose(
+        self, rows: Sequence[Any], mode: Mode
+    ) -> tuple[list[Claim], list[tuple[Any, str]], bool]:
         claims: list[Claim] = []
         blocked: list[tuple[Any, str]] = []
         broken: set[str] = set()
@@ -180,7 +206,7 @@ class Transitions:
                 has_tried = True
             if key is not None:
                 broken.add(key)
-        return Taken(claims, blocked, {row[3] for row in rows}, len(rows) >= limit, has_tried)
+        return claims, blocked, has_tried
 
     def block(self, db: sa.Connection, blocked: Sequence[tuple[Any, str]]) -> int:
         """Take rows that wait behind another out of the claim index.
@@ -213,7 +239,7 @@ class Transitions:
         if lapsed:
             moved += self._let_go(db, lapsed, max_attempts)
         for query in self._due:
-            due = db.execute(query, {"limit": WAKE_LIMIT}).scalars().all()
+            due = query.execute(db, {"limit": WAKE_LIMIT}).scalars().all()
             moved += self._write(db, "promote", [Given(row) for row in due])
         return moved
 
@@ -234,7 +260,7 @@ class Transitions:
 
     def next_due(self, db: sa.Connection) -> float | None:
         """Seconds until a row wants attention."""
-        moments = [value for value in db.execute(self._next_due).one() if value is not None]
+        moments = [value for value in self._next_due.execute(db, {}).one() if value is not None]
         return max(0.0, float(min(moments))) if moments else None
 
     # -- settling ---------------------------------------------------------------------------------------------------
@@ -266,25 +292,26 @@ class Transitions:
 
     def renew(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
         """Extend the claims that are still ours; returns those that are not."""
-        fence = self.outbox.c[self.layout.lease.fence]
-        mine = sa.select(self._row).where(
-            self._row.in_([claim.row for claim in claims]), fence == claims[0].fence
-        )
-        kept = set(db.execute(mine.with_for_update()).scalars())
         seconds = lease.total_seconds()
-        self._write(db, "renew", [Given(claim.row, claim.fence, 0, seconds) for claim in claims], fenced=True)
+        rows = [Given(claim.row, claim.fence, 0, seconds) for claim in claims]
+        if self._write(db, "renew", rows, fenced=True) == len(claims):
+            return []
+        fence = self.outbox.c[self.layout.lease.fence]
+        ours = sa.select(self._row).where(self._row.in_([claim.row for claim in claims]), fence == claims[0].fence)
+        kept = set(db.execute(ours).scalars())
         return [claim for claim in claims if claim.row not in kept]
 
     def unblock(self, db: sa.Connection, keys: Iterable[str]) -> None:
         """Set rows ready that waited behind these keys."""
-        wanted = list(keys)
+        wanted: Any = list(keys)
         if wanted:
-            db.execute(self._unblock, {"keys": wanted})
+            listed = orjson.dumps(wanted).decode() if self.dialect == "sqlite" else wanted
+            self._unblock.execute(db, {"keys": listed})
 
     def move(self, db: sa.Connection, move: Move, rows: Sequence[Given], *, fenced: bool) -> int:
         """Move outbox rows into another table."""
         match = self._match(self._given, fenced)
-        lock = sa.select(self._row).where(match(self.outbox.c)).with_for_update(of=self.outbox)
+        lock = self._given_first(sa.select(self._row)).where(match(self.outbox.c)).with_for_update(of=self.outbox)
         by_row = {given.row_id: given for given in rows}
         found = db.execute(lock, self._given.params(rows)).scalars().all()
         if not found:
@@ -293,10 +320,17 @@ class Transitions:
         target = self.tables[move.into]
         values = move.values(self.outbox.c, self._given.c)
         columns = [column.name for column in target.c if column.name in self.outbox.c or column.name in values]
-        source = sa.select(*(_as_column(values.get(name, self.outbox.c.get(name)), name) for name in columns))
+        wanted = (_as_column(values.get(name, self.outbox.c.get(name)), name) for name in columns)
+        source = self._given_first(sa.select(*wanted))
         db.execute(sa.insert(target).from_select(columns, source.where(match(self.outbox.c))), params)
         gone = delete_given(self.dialect, self.outbox, self.layout.row, match)
-        return db.execute(gone, params).rowcount
+        return Hot(gone).execute(db, params).rowcount
+
+    def _given_first(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        joined = query.select_from(self._given.table, self.outbox)
+        if not self._hints:
+            return joined
+        return joined.prefix_with("STRAIGHT_JOIN").with_hint(self.outbox, "FORCE INDEX (PRIMARY)", self.dialect)
 
     # -- what applications change -----------------------------------------------------------------------------------
 
@@ -308,13 +342,14 @@ class Transitions:
             self._mine, chosen, self.layout.cancellable(c)
         )
         rows = db.execute(free.with_for_update(skip_locked=True)).all()
-        mine = self._row.in_([row[0] for row in rows])
         if not rows:
             return 0
         if given.due is None:
-            db.execute(sa.delete(self.outbox).where(mine))
+            self._write(db, "cancel", [Given(row[0]) for row in rows])
         else:
-            db.execute(sa.update(self.outbox).where(mine).values(self.layout.reschedule.values(c, given)))
+            mine = self._row.in_([row[0] for row in rows])
+            change = sa.update(self.outbox).where(mine).values(self.layout.reschedule.values(c, given))
+            db.execute(change.with_hint("FORCE INDEX (PRIMARY)", dialect_name=self.dialect) if self._hints else change)
         self.unblock(db, {row[1] for row in rows if row[1] is not None})
         return len(rows)
 
@@ -345,22 +380,34 @@ class Transitions:
 
         return match
 
-    def _build_write(self, write: Update | Delete, fenced: bool) -> tuple[sa.Update | sa.Delete, GivenRows]:
+    def _build_write(self, write: Update | Delete, fenced: bool) -> _Write:
         names = {"row_id", "fence"} if fenced else {"row_id"}
-        if isinstance(write, Delete):
-            given = GivenRows(self.dialect, names)
-            return delete_given(self.dialect, self.outbox, self.layout.row, self._match(given, fenced)), given
-        used = UsedColumns(self._given)
-        write.values(self.outbox.c, used)
-        given = GivenRows(self.dialect, names | used.names)
+        if isinstance(write, Update):
+            used = UsedColumns(self._given)
+            write.values(self.outbox.c, used)
+            names |= used.names
+        given, same = GivenRows(self.dialect, names), SameForAll(self.dialect, names)
         match = self._match(given, fenced)
-        return sa.update(self.outbox).where(match(self.outbox.c)).values(write.values(self.outbox.c, given.c)), given
+        is_mine = same.is_row(self._row)
+        if fenced:
+            is_mine &= self.outbox.c[self.layout.lease.fence] == same.c.fence
+        if isinstance(write, Delete):
+            each: Any = delete_given(self.dialect, self.outbox, self.layout.row, match)
+            alike: Any = sa.delete(self.outbox).where(is_mine)
+        else:
+            each = sa.update(self.outbox).where(match(self.outbox.c)).values(write.values(self.outbox.c, given.c))
+            alike = sa.update(self.outbox).where(is_mine).values(write.values(self.outbox.c, same.c))
+        return _Write(Hot(each), given, Hot(alike), same)
 
     def _write(self, db: sa.Connection, name: str, rows: Sequence[Given], *, fenced: bool = False) -> int:
         if not rows:
             return 0
-        statement, given = self._writes[fenced][name]
-        return db.execute(statement, given.params(rows)).rowcount
+        write = self._writes[fenced][name]
+        rest = rows[0][1:]
+        # MySQL and MariaDB walk the whole table for a list of numbers, and wait there for rows that others hold.
+        if not is_mysql(self.dialect) and all(row[1:] == rest for row in rows):
+            return write.alike.execute(db, write.same.params(rows)).rowcount
+        return write.each.execute(db, write.given.params(rows)).rowcount
 
     def _select_due(self, condition: ColumnElement[bool], *more: Any) -> sa.Select[Any]:
         until = self.outbox.c[self.layout.until]
@@ -381,10 +428,12 @@ class Transitions:
 
     def _build_unblock(self) -> sa.Update:
         order, key = self.layout.order, self.outbox.c[self.layout.order.key]
-        keys = sa.bindparam("keys", expanding=True)
-        chosen = key.in_(keys)
         if self.dialect == "postgresql":
-            chosen = key == sa.func.any(sa.cast(sa.bindparam("keys"), sa.ARRAY(sa.Text)))
+            chosen = key == sa.any_(sa.bindparam("keys", type_=postgresql.ARRAY(sa.Text)))
+        elif self.dialect == "sqlite":
+            chosen = key.in_(sa.text("SELECT value FROM json_each(:keys)").columns(value=sa.Text))
+        else:
+            chosen = key.in_(sa.bindparam("keys", expanding=True))
         values = order.unblock.values(self.outbox.c, self._given.c)
         return sa.update(self.outbox).where(self._mine, order.blocked(self.outbox.c), chosen).values(values)
 
@@ -400,16 +449,17 @@ class Transitions:
         with_work = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, work.is_not(None))
         if self.dialect == "postgresql":
             return self._latch_in_one(with_work)
+        busy_lanes = Hot(with_work)
         chosen = lanes.c.lane.in_(sa.bindparam("lanes", expanding=True))
         lock = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, chosen).with_for_update(skip_locked=True)
 
         def latch(db: sa.Connection, busy: Collection[int]) -> list[int]:
-            found = list(db.execute(with_work).scalars())
+            found = list(busy_lanes.execute(db, {}).scalars())
+            if not found or not is_mysql(self.dialect):
+                return found  # SQLite's write lock is the latch, for all lanes at once
             random.shuffle(found)
             found.sort(key=lambda lane: lane in busy)
             wanted = found[: self.share.wanted]
-            if not wanted or not is_mysql(self.dialect):
-                return wanted  # SQLite's write lock is the latch
             got = list(db.execute(lock, {"lanes": wanted}).scalars())
             self.share.latched(len(got), len(wanted))
             return got
@@ -424,22 +474,16 @@ class Transitions:
             .limit(sa.bindparam("wanted"))
             .with_for_update(skip_locked=True)
         )
+        statement = Hot(latched)
 
         def latch(db: sa.Connection, busy: Collection[int]) -> list[int]:
             wanted = self.share.wanted
-            got = list(db.execute(latched, {"wanted": wanted, "busy": list(busy)}).scalars())
+            got = list(statement.execute(db, {"wanted": wanted, "busy": list(busy)}).scalars())
             # Fewer than wanted: others hold lanes, or few lanes have work; a smaller share is right for both.
             self.share.latched(len(got), wanted)
             return got
 
         return latch
-
-
-def _most_in_a_lane(rows: Sequence[Any]) -> int:
-    counts: dict[int, int] = {}
-    for row in rows:
-        counts[row[3]] = counts.get(row[3], 0) + 1
-    return max(counts.values(), default=0)
 
 
 def _as_column(value: Any, name: str) -> ColumnElement[Any]:

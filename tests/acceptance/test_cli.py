@@ -1,119 +1,31 @@
 """The command line as its users meet it: a process with exit code, standard output and standard error."""
 
-import asyncio
 import os
 import pty
 import re
 import signal
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
-from uuid import uuid4
+from typing import IO
 
 import orjson
 import pytest
 import sqlalchemy as sa
-import typer
 
-from pillarbox import CallableSink, Dead, Event, Outbox, Outcome, Relay, open_store
-from pillarbox.cli import app
+from pillarbox import Event
 from pillarbox.event import DELIVERED
+from tests.acceptance.commands import COUNTED, TIMEOUT, Done, Table, finish, made, start
 from tests.servers import server_url
-
-TIMEOUT = 60
-COUNTED = ("new", "retrying", "held", "scheduled", "blocked", "delivered", "dead")
-
-
-@dataclass(frozen=True)
-class Done:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return orjson.loads(self.out)
-
-    @property
-    def events(self) -> list[Any]:
-        return [orjson.loads(line) for line in self.out.splitlines()]
-
-
-def start(*args: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PILLARBOX_")}
-    env |= {"COLUMNS": "200", **options.pop("env", {})}
-    command = [sys.executable, "-m", "pillarbox", *args]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
-
-
-def finish(process: subprocess.Popen[str]) -> Done:
-    out, err = process.communicate(timeout=TIMEOUT)
-    return Done(process.returncode, out, err)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Done]:
     """Run a command in an empty folder until it ends."""
     return lambda *args, **options: finish(start(*args, cwd=tmp_path, **options))
-
-
-class Table:
-    """An outbox table of one's own, and the commands on it."""
-
-    def __init__(self, url: str, folder: Path) -> None:
-        self.url = url
-        self.name = f"cli_{uuid4().hex[:12]}"
-        self.folder = folder
-        driver = {"postgresql:": "postgresql+psycopg:", "mysql:": "mysql+pymysql:"}
-        scheme, rest = url.split("//", 1)
-        self.engine = sa.create_engine(f"{driver.get(scheme, scheme)}//{rest}")
-        self.outbox = Outbox(sa.MetaData(), table=self.name)
-
-    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        return start(*args, "--store", self.url, "--table", self.name, cwd=self.folder, **options)
-
-    def run(self, *args: str, **options: Any) -> Done:
-        return finish(self.start(*args, **options))
-
-    def create(self) -> "Table":
-        self.outbox.table.metadata.create_all(self.engine)
-        return self
-
-    def put(self, *events: Event) -> None:
-        with self.engine.begin() as connection:
-            self.outbox.put(connection, *events)
-
-    def relay(self, handle: Callable[[Event], Outcome], retention: timedelta | None = None) -> None:
-        """Drain the table in this process."""
-
-        async def drain() -> None:
-            store = open_store(self.url, table=self.name, retention=retention)
-            async with Relay(store, CallableSink(handle)) as relay:
-                await relay.drain()
-
-        asyncio.run(drain())
-
-    def kill(self, *events: Event, error: str = "no such customer") -> None:
-        """Put events and let them die."""
-        self.put(*events)
-        self.relay(lambda event: Dead(error))
-
-    def counts(self) -> dict[str, int]:
-        status = self.run("status", "--json").json
-        return {name: status[name] for name in COUNTED if status[name]}
-
-    def drop(self) -> None:
-        self.outbox.table.metadata.drop_all(self.engine)
-        self.engine.dispose()
 
 
 @pytest.fixture
@@ -142,10 +54,6 @@ def read_until(stream: IO[str] | None, text: str) -> str:
         if text in line:
             return "".join(lines)
     raise AssertionError(f"{text!r} never came: {lines}")
-
-
-def made(number: int, *, key: str | None = None, **options: Any) -> Event:
-    return Event("order.made", {"number": number}, key=key, **options)
 
 
 # -- every database ----------------------------------------------------------------------------------------
@@ -229,7 +137,8 @@ def test_kept_events_are_replayed_and_pruned(each: Table) -> None:
 
 
 def test_printed_schema_runs_as_it_is(each: Table) -> None:
-    text = each.run("schema", "sql").out
+    dialect = "mariadb" if each.is_mariadb else each.engine.dialect.name
+    text = each.run("schema", "sql", "--dialect", dialect).out
     with each.engine.begin() as connection:
         for statement in text.split(";\n")[:-1]:
             connection.exec_driver_sql(statement)
@@ -239,7 +148,6 @@ def test_printed_schema_runs_as_it_is(each: Table) -> None:
 
 def test_missing_table_says_what_to_run(each: Table) -> None:
     if each.engine.dialect.name == "sqlite":
-        sqlite3.connect(each.folder / "shop.db").close()
         with closing(sqlite3.connect(each.folder / "shop.db")) as db:
             db.execute("CREATE TABLE other (id INTEGER)")
     for command in (["status"], ["relay", "--sink", "null:", "--drain"]):
@@ -256,10 +164,10 @@ def test_table_that_lacks_columns_is_refused(each: Table) -> None:
         connection.exec_driver_sql(f"CREATE TABLE {each.name}_lanes (lane SMALLINT)")
     done = each.run("schema", "create")
     assert (done.code, done.out) == (1, "")
-    assert done.err == (
-        f"pillarbox: Table '{each.name}_lanes' exists but lacks column 'sink' (varchar(100)). "
-        "Add it by a migration, or choose another table; nothing was changed.\n"
+    assert done.err.startswith(
+        f"pillarbox: Table '{each.name}_lanes' exists but lacks column 'sink' (varchar(100)"
     )
+    assert done.err.endswith("Add it by a migration, or choose another table; nothing was changed.\n")
     with each.engine.connect() as connection:
         assert not sa.inspect(connection).has_table(each.name)
 
@@ -318,16 +226,35 @@ def test_events_of_a_stuck_destination_are_given_back(table: Table) -> None:
     assert set(delivered) == {str(event.id) for event in events}
 
 
+def signal_until_it_ends(process: subprocess.Popen[str]) -> None:
+    for _ in range(100):
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+            return
+    raise AssertionError("the process does not end")
+
+
+def test_signal_sent_twice_at_once_is_one(table: Table) -> None:
+    process = table.start("relay", "--sink", "null:")
+    read_until(process.stderr, "Relaying")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert finish(process).code == 0
+
+
 def test_second_signal_ends_at_once(table: Table) -> None:
     table.put(*[Event("large", {"text": "x" * 10_000}) for _ in range(50)])
     process = table.start("relay", "--sink", "stdout:", "--batch-size", "50")
     assert process.stdout is not None
-    # The first batch is under way when its first event has come, and cannot end because nobody reads the rest.
+    # A batch is under way when its first event has come, and cannot end because nobody reads the rest.
     process.stdout.read(1)
     process.send_signal(signal.SIGTERM)
     read_until(process.stderr, "SIGTERM")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(TIMEOUT) == 143
+    # Soon after the first it is taken for an echo: signal until it counts.
+    signal_until_it_ends(process)
+    assert process.returncode == 143
+    assert "ended at once" in finish(process).err
 
 
 # -- standard output and standard error --------------------------------------------------------------------
@@ -365,86 +292,6 @@ def test_summary_as_json_goes_to_standard_output(table: Table) -> None:
     }
 
 
-def test_tables_are_for_people(table: Table) -> None:
-    table.kill(made(1, key="[red]k[/red]"), error="first line\nsecond line")
-    status = table.run("status")
-    assert re.search(r"^dead +1  given up", status.out, re.MULTILINE)
-    listed = table.run("events", "list").out.splitlines()
-    assert listed[0].split() == ["seq", "id", "state", "type", "key", "attempts", "put", "error"]
-    assert len(listed) == 2
-    assert "[red]k[/red]" in listed[1]
-    assert listed[1].endswith("first line second line")
-    shown = table.run("events", "show", orjson.loads(table.run("events", "list", "--json").out)[0]["id"])
-    assert "state     dead (parks its key)\n" in shown.out
-    assert shown.out.endswith('\n\n{\n  "number": 1\n}\n')
-
-
-def test_nothing_listed_is_said_on_standard_error(table: Table) -> None:
-    done = table.run("events", "list", "--type", "nothing")
-    assert (done.code, done.out, done.err) == (0, "", "No events match.\n")
-
-
-# -- choosing events ---------------------------------------------------------------------------------------
-
-
-def test_filters_choose(table: Table) -> None:
-    one = Event("a.made", {}, topic="a", key="1")
-    two = Event("b.made", {}, topic="b", key="2")
-    table.put(one, two)
-
-    def chosen(*args: str) -> set[str]:
-        return {record["type"] for record in table.run("events", "list", "--json", *args).json}
-
-    assert chosen("--id", str(one.id)) == {"a.made"}
-    assert chosen("--id", str(one.id), "--id", str(two.id)) == {"a.made", "b.made"}
-    assert chosen("--key", "2", "--topic", "b", "--since", "1h") == {"b.made"}
-    assert chosen("--type", "a.made", "--until", "1h") == set()
-    assert chosen("--since", "2020-01-01", "--until", "2020-01-02T00:00:00+02:00") == set()
-
-
-def test_error_text_chooses_dead_events(table: Table) -> None:
-    table.kill(made(1), error="timeout of 100%")
-    table.kill(made(2), error="timeout of 1000")
-    done = table.run("events", "redrive", "--error", "100%", "--json")
-    assert done.json["events"] == 1
-    assert table.counts() == {"new": 1, "dead": 1}
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (["events", "redrive"], "No events chosen"),
-        (["events", "drop"], "No events chosen"),
-        (["events", "replay"], "No events chosen"),
-        (["events", "redrive", "--all", "--key", "a"], "give one or the other"),
-        (["events", "drop", "--all"], "without a terminal to ask on, give --yes"),
-        (["prune"], "give --delivered-age, --dead-age or both"),
-        (["relay"], "No sink given: use --sink URL"),
-        (["events", "redrive", "--all", "--rate", "fast"], "such as 100/s"),
-        (["events", "list", "--since", "yesterday"], "or how long ago, such as 2h; got 'yesterday'"),
-        (["events", "list", "--state", "lost"], "'lost'"),
-        (["events", "show", "not-an-id"], "'not-an-id'"),
-        (["relay", "--lease", "30"], "'--lease'"),
-        (["relay", "--batch-size", "0"], "'--batch-size'"),
-        (["relay", "--batchsize", "5"], "--batchsize"),
-        (["relai"], "'relai'"),
-    ],
-)
-def test_wrong_usage_exits_with_2(table: Table, args: list[str], expected: str) -> None:
-    done = table.run(*args)
-    assert (done.code, done.out) == (2, "")
-    assert expected in done.err
-    assert "Traceback" not in done.err
-
-
-def test_no_store_is_wrong_usage(run: Callable[..., Done]) -> None:
-    done = run("status")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(
-        "pillarbox: No store given: use --store URL, PILLARBOX_STORE, or url under [store]"
-    )
-
-
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, {"dead": 1}), ("y", 0, {})])
 def test_drop_asks_on_a_terminal(table: Table, answer: str, code: int, left: dict[str, int]) -> None:
     table.kill(made(1))
@@ -458,22 +305,6 @@ def test_drop_asks_on_a_terminal(table: Table, answer: str, code: int, left: dic
     assert done.code == code
     assert "Delete 1 dead event for good?" in done.err
     assert table.counts() == left
-
-
-def test_dry_run_changes_nothing(table: Table) -> None:
-    table.kill(made(1))
-    for action in ("redrive", "drop"):
-        done = table.run("events", action, "--all", "--dry-run")
-        assert (done.code, done.out) == (0, f"Would {action} 1 dead event.\n")
-    assert table.counts() == {"dead": 1}
-    assert table.run("audit", "--json").json == []
-
-
-def test_actor_is_the_user_at_this_host_unless_given(table: Table) -> None:
-    table.kill(made(1))
-    table.run("events", "redrive", "--all")
-    (entry,) = table.run("audit", "--json").json
-    assert re.fullmatch(r"\S+@\S+", entry["actor"])
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------
@@ -506,32 +337,6 @@ def test_destination_that_is_down_fails_a_drain(table: Table) -> None:
     assert table.counts() == {"new": 1}
 
 
-def test_traceback_only_when_asked_for(run: Callable[..., Done]) -> None:
-    args = ("status", "--store", "sqlite:///nothing.db")
-    plain, detailed = run(*args), run(*args, "-vv")
-    assert plain.err == (
-        "pillarbox: Store sqlite:///nothing.db (outbox): there is no file 'nothing.db'. "
-        "Run `pillarbox schema create` first.\n"
-    )
-    assert detailed.code == 1
-    assert detailed.err.startswith("Traceback (most recent call last):")
-    assert detailed.err.endswith(plain.err)
-
-
-def test_missing_folder_is_refused(run: Callable[..., Done]) -> None:
-    done = run("schema", "create", "--store", "sqlite:///nowhere/shop.db")
-    assert (done.code, done.out) == (1, "")
-    assert done.err.endswith("there is no folder 'nowhere'. Create it first.\n")
-
-
-def test_missing_event_is_a_failure(table: Table) -> None:
-    done = table.run("events", "show", "018f0000-0000-7000-8000-000000000000")
-    assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(
-        f"pillarbox: Event 018f0000-0000-7000-8000-000000000000 is not in table '{table.name}'."
-    )
-
-
 # -- settings ----------------------------------------------------------------------------------------------
 
 
@@ -543,48 +348,3 @@ def test_settings_come_from_the_file_in_this_folder(table: Table, run: Callable[
     )
     assert len(run("relay", "--drain").events) == 1
     assert run("status", env={"PILLARBOX_TABLE": "other"}).code == 1
-
-
-def test_unknown_key_is_refused(table: Table) -> None:
-    path = table.folder / "other.toml"
-    path.write_text("[relay]\nbatchsize = 5\n")
-    done = table.run("relay", "--sink", "null:", "--config", str(path))
-    assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(f"pillarbox: {path}, [relay]: unknown key 'batchsize'; expected batch_size, ")
-    assert done.err.endswith("Did you mean 'batch_size'?\n")
-
-
-# -- help --------------------------------------------------------------------------------------------------
-
-
-def list_commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
-        yield " ".join([*path, name]), command
-        if hasattr(command, "commands"):
-            yield from list_commands(command, *path, name)
-
-
-COMMANDS = dict(list_commands(typer.main.get_command(app)))
-
-
-def test_every_command_is_there() -> None:
-    expected = {
-        *("relay", "status", "prune", "audit", "bench", "schema", "schema sql", "schema create"),
-        *("events", "events list", "events show", "events redrive", "events drop", "events replay"),
-    }
-    assert set(COMMANDS) - {"demo"} == expected
-
-
-@pytest.mark.parametrize("name", list(COMMANDS))
-def test_every_command_and_option_is_explained(name: str) -> None:
-    command = COMMANDS[name]
-    assert re.fullmatch(r"[A-Z].*[.]", command.help.partition("\n")[0])
-    assert [item.name for item in command.params if not getattr(item, "help", None)] == []
-
-
-def test_help_is_printed_without_a_command(run: Callable[..., Done]) -> None:
-    done = run("--help")
-    assert done.code == 0
-    assert "  relay " in done.out
-    assert "completion" not in done.out
-    assert run("--version").out == "pillarbox 0.1.0\n"

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from uuid import UUID, uuid4
 
 import sqlalchemy as sa
+from sqlalchemy.util import greenlet_spawn
 
 from pillarbox import Outbox
 from pillarbox.event import DELIVERED, Claim, Event
@@ -75,6 +76,7 @@ class Database:
         self.url = store_url or url
         self.backend = url.get_backend_name()
         self.engine = sa.create_engine(url.set(drivername=drivers[self.backend]))
+        wait_briefly(self.engine)
         self.table = f"{name}_{uuid4().hex[:12]}"
         self.metadata = sa.MetaData()
         self.outbox = Outbox(self.metadata, table=self.table)
@@ -108,13 +110,30 @@ class Database:
 INSTANTS = ("until_at", "due_at", "created_at", "delivered_at", "died_at", "at")
 
 
+def wait_briefly(engine: sa.Engine) -> None:
+    """Let a statement that waits for a lock fail soon: nobody in this suite gives one up later."""
+    settings = {"postgresql": "SET lock_timeout = '5s'", "mysql": "SET SESSION innodb_lock_wait_timeout = 2"}
+    setting = settings.get(engine.dialect.name)
+    if setting is not None:
+
+        @sa.event.listens_for(engine, "connect")
+        def prepare(connection: Any, record: Any) -> None:
+            cursor = connection.cursor()
+            cursor.execute(setting)
+            cursor.close()
+            connection.commit()
+
+
 class AllLanes(LaneShare):
-    """Latches every free lane, so that a test knows what a claim takes; a relay leaves some to others."""
+    """Latches every free lane and reads each to the end, so that a test knows what a claim takes."""
 
     def __post_init__(self) -> None:
         self.wanted = self.lanes
 
     def latched(self, *counts: int) -> None: ...
+
+    def rows_per_lane(self, limit: int, lanes: int) -> int:
+        return limit
 
 
 class SqlKit:
@@ -122,21 +141,26 @@ class SqlKit:
         self.database = database
         self._options = options
         self._stores: list[SqlStore] = []
-        self._checked_out: set[int] = set()
+        self._checked_out: set[Any] = set()
         database.empty()
 
     async def open(self, *, all_lanes: bool = True, **options: Any) -> SqlStore:
         store = self.make(**options)
+        if self.database.backend == "mysql":
+            wait_briefly(sync_engine(store))
         await store.open()
         self._stores.append(store)
         if all_lanes:
             store.transitions.share = AllLanes(store.layout.lanes)
-        sa.event.listen(sync_engine(store), "checkout", lambda _, record, __: self._checked_out.add(id(record)))
-        sa.event.listen(sync_engine(store), "checkin", lambda _, record: self._checked_out.discard(id(record)))
+        engine = sync_engine(store)
+        sa.event.listen(engine, "checkout", lambda _, record, __: self._checked_out.add(record))
+        sa.event.listen(engine, "checkin", lambda _, record: self._checked_out.discard(record))
         return store
 
-    def make(self, **options: Any) -> SqlStore:
-        return open_store(self.database.url, table=self.database.table, **{**self._options, **options})
+    def make(self, url: sa.URL | None = None, **options: Any) -> SqlStore:
+        """A store that is not open, for the test to close."""
+        chosen = url or self.database.url
+        return open_store(chosen, table=self.database.table, **{**self._options, **options})
 
     def put(self, *events: Event) -> Any:
         with self.transaction() as put:
@@ -172,6 +196,36 @@ class SqlKit:
             yield
             db.rollback()
 
+    @contextmanager
+    def session_time_zone(self, store: Store) -> Iterator[None]:
+        """Let the sessions of the writers and of a store be nine hours ahead of UTC."""
+        settings = {"postgresql": "SET LOCAL TIME ZONE 'Asia/Tokyo'", "mysql": "SET time_zone = '+09:00'"}
+        assert isinstance(store, SqlStore)
+        engines = [self.database.engine, sync_engine(store)] if self.database.backend in settings else []
+
+        def set_zone(connection: sa.Connection) -> None:
+            connection.exec_driver_sql(settings[self.database.backend])
+
+        for engine in engines:
+            sa.event.listen(engine, "begin", set_zone)
+        yield
+        for engine in engines:
+            sa.event.remove(engine, "begin", set_zone)
+        self.database.engine.dispose()
+
+    @contextmanager
+    def strict_database(self) -> Iterator[sa.URL]:
+        """A database whose transactions are not READ COMMITTED unless one says so."""
+        if self.database.backend != "postgresql":
+            yield self.database.url  # REPEATABLE READ is the default there
+            return
+        name = f"{self.database.table}_strict"
+        with self.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as db:
+            db.exec_driver_sql(f"CREATE DATABASE {name}")
+            db.exec_driver_sql(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+            yield self.database.url.set(database=name)
+            db.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+
     async def kill(self, batch: Any) -> None:
         """End the server's side of the connection on which a batch is held."""
         is_postgres = self.database.backend == "postgresql"
@@ -189,10 +243,13 @@ class SqlKit:
         return {await store.run(lambda db: db.exec_driver_sql(show).scalar_one()) for _ in range(5)}
 
     async def close(self) -> None:
-        leaked = len(self._checked_out)
+        leaked = list(self._checked_out)
+        for record in leaked:
+            # What it has locked must not stop the next test.
+            await greenlet_spawn(record.invalidate)
         for store in self._stores:
             await store.close()
-        assert leaked == 0, f"{leaked} connections were still checked out"
+        assert not leaked, f"{len(leaked)} connections were still checked out"
 
 
 def sync_engine(store: SqlStore) -> sa.Engine:
@@ -203,11 +260,11 @@ def sync_engine(store: SqlStore) -> sa.Engine:
 SERVER = {"hold", "open transactions", "server", "sql"}
 FEATURES = {
     "memory": {"hold", "open transactions", "wakes"},
-    "sqlite": {"sql", "text columns", "wakes"},
-    "postgres": SERVER | {"wakes"},
-    "pgbouncer": SERVER,
-    "mariadb": SERVER | {"text columns"},
-    "mysql": SERVER | {"text columns"},
+    "sqlite": {"sql", "text ids", "untyped columns", "wakes"},
+    "postgres": SERVER | {"direct connection", "wakes"},
+    "pgbouncer": SERVER | {"pooler"},
+    "mariadb": SERVER | {"text ids"},
+    "mysql": SERVER | {"text ids"},
 }
 KITS = tuple(FEATURES)
 
@@ -225,8 +282,11 @@ def make_database(name: str, folder: Path) -> Database:
 def make_kit(name: str, database: Database | None) -> MemoryKit | SqlKit:
     if database is None:
         return MemoryKit()
-    options = {"hold_behind_pooler": True} if name == "pgbouncer" else {}
-    return SqlKit(database, **options)
+    options = {
+        "postgres": {"pooler": False},
+        "pgbouncer": {"pooler": True, "hold_behind_pooler": True},
+    }
+    return SqlKit(database, **options.get(name, {}))
 
 
 # -- what tests say a lot ----------------------------------------------------------------------------------------

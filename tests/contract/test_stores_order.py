@@ -288,7 +288,7 @@ async def test_concurrent_claims_are_disjoint_and_share_no_key(kit: Kit, mode: M
         found = " ".join(filter(None, map(names, batches))).split()
         assert found
         taken += found
-        for batch in batches:
+        for batch in filter(lambda each: each.claims, batches):
             await batch.settle([DELIVERED] * len(batch.claims))
     assert sorted(taken) == sorted(f"{key}.{number}" for key in range(40) for number in range(10))
     for key in range(40):
@@ -336,23 +336,16 @@ async def test_row_locked_in_the_middle_of_a_key_stops_the_later_ones(
     assert await deliver(store) == "a2 a3"
 
 
-async def test_claim_that_finds_only_blocked_events_does_not_hide_the_others(kit: Kit) -> None:
+async def test_claim_that_finds_only_blocked_events_says_that_more_waits(kit: Kit) -> None:
     options: dict[str, Any] = {"all_lanes": False} if isinstance(kit, SqlKit) else {}
     store = await kit.open(**options)
-    kit.put(*many(64, keys=64))
-    parked = await claim(store, 64)
-    while len((await claim(store, 64)).claims):
-        pass
-    await parked.settle([Dead("400")] * len(parked.claims))
-    kit.put(*(event(f"behind {each.event.key}", each.event.key) for each in parked.claims), event("free"))
-    found = ""
-    while not found:
-        batch = await claim(store, 64)
-        found = names(batch)
-        assert found or batch.is_full or await store.next_due() == timedelta(0) or (
-            (await store.counts()).new == 0
-        ), "a drain would end here with events left"
-    assert found == "free"
+    kit.put(*many(128, keys=128))
+    while (batch := await claim(store)).claims:
+        await batch.settle([Dead("400")] * len(batch.claims))
+    kit.put(*many(128, keys=128), event("free"))
+    while not (batch := await claim(store, 1000)).claims:
+        assert batch.is_full, "a relay that drains would end here, with an event left"
+    assert names(batch) == "free"
 
 
 async def test_redriving_the_first_of_two_dead_events_keeps_the_second_parked(kit: Kit, store: Store) -> None:

@@ -35,9 +35,11 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def refuse(path: Path | None, env: dict[str, str] | None = None, **overrides: object) -> str:
+def refuse(
+    path: Path | None, env: dict[str, str] | None = None, overrides: dict[str, object] | None = None
+) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, env or {}, overrides)
+        load_config(path, env or {}, overrides or {})
     return str(caught.value)
 
 
@@ -360,7 +362,7 @@ def test_variables_of_others_with_our_prefix_are_left_alone(name: str) -> None:
 
 
 def test_unknown_override_is_refused() -> None:
-    assert refuse(None, **{"relay.batch": 5}).endswith("Did you mean 'relay.batch_size'?")
+    assert refuse(None, overrides={"relay.batch": 5}).endswith("Did you mean 'relay.batch_size'?")
 
 
 @pytest.mark.parametrize(

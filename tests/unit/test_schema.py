@@ -73,6 +73,10 @@ def test_types_are_those_of_the_database(dialect: str, lines: list[str]) -> None
         assert f"\n    {line},\n" in text
 
 
+def test_mariadb_gets_no_collation_of_mysql() -> None:
+    assert "0900" not in ddl("pillarbox", "mariadb")
+
+
 def test_lines_have_no_tabs_and_no_trailing_blanks() -> None:
     assert not re.search(r"\t|[ \t]\n", ddl("pillarbox", "postgresql"))
 

@@ -1,0 +1,118 @@
+"""A table of one's own, and the commands of the real command line on it, each a process."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import orjson
+import sqlalchemy as sa
+
+from pillarbox import CallableSink, Counts, Dead, Event, Outbox, Outcome, Relay, open_store
+
+TIMEOUT = 60
+COUNTED = ("new", "retrying", "held", "scheduled", "blocked", "delivered", "dead")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.out)
+
+    @property
+    def events(self) -> list[Any]:
+        return [orjson.loads(line) for line in self.out.splitlines()]
+
+
+def start(*args: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PILLARBOX_")}
+    env |= {"COLUMNS": "200", **options.pop("env", {})}
+    command = [sys.executable, "-m", "pillarbox", *args]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> Done:
+    out, err = process.communicate(timeout=TIMEOUT)
+    return Done(process.returncode, out, err)
+
+
+class Table:
+    """An outbox table of one's own, and the commands on it."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self.name = f"cli_{uuid4().hex[:12]}"
+        self.folder = folder
+        driver = {"postgresql:": "postgresql+psycopg:", "mysql:": "mysql+pymysql:"}
+        scheme, rest = url.split("//", 1)
+        self.engine = sa.create_engine(f"{driver.get(scheme, scheme)}//{rest}")
+        self.outbox = Outbox(sa.MetaData(), table=self.name)
+
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        return start(*args, "--store", self.url, "--table", self.name, cwd=self.folder, **options)
+
+    def run(self, *args: str, **options: Any) -> Done:
+        return finish(self.start(*args, **options))
+
+    def create(self) -> "Table":
+        self.outbox.table.metadata.create_all(self.engine)
+        return self
+
+    def put(self, *events: Event) -> None:
+        with self.engine.begin() as connection:
+            self.outbox.put(connection, *events)
+
+    def relay(self, handle: Callable[[Event], Outcome], retention: timedelta | None = None) -> None:
+        """Drain the table in this process."""
+
+        async def drain() -> None:
+            store = open_store(self.url, table=self.name, retention=retention)
+            async with Relay(store, CallableSink(handle)) as relay:
+                await relay.drain()
+
+        asyncio.run(drain())
+
+    def kill(self, *events: Event, error: str = "no such customer") -> None:
+        """Put events and let them die."""
+        self.put(*events)
+        self.relay(lambda event: Dead(error))
+
+    def counts(self) -> dict[str, int]:
+        """What is in the table, looked at from this process."""
+
+        async def count() -> Counts:
+            store = open_store(self.url, table=self.name)
+            try:
+                return await store.counts()
+            finally:
+                await store.close()
+
+        counts = asyncio.run(count())
+        return {name: getattr(counts, name) for name in COUNTED if getattr(counts, name)}
+
+    @property
+    def is_mariadb(self) -> bool:
+        with self.engine.connect() as connection:
+            return bool(getattr(connection.dialect, "is_mariadb", False))
+
+    def drop(self) -> None:
+        self.outbox.table.metadata.drop_all(self.engine)
+        self.engine.dispose()
+
+
+def made(number: int, *, key: str | None = None, **options: Any) -> Event:
+    return Event("order.made", {"number": number}, key=key, **options)

@@ -1,0 +1,225 @@
+"""The words of the command line: what it prints, what it refuses and how.
+
+The commands run in this process, which is quicker than a new one; `tests/acceptance` runs them as users do.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import typer
+
+from pillarbox import Event
+from pillarbox.cli import app, main
+from tests.acceptance.commands import Done, Table, made
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Done]]:
+    """Run a command in this process."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("PILLARBOX_")]:
+        monkeypatch.delenv(name)
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+
+    def call(*args: str, env: dict[str, str] | None = None) -> Done:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["pillarbox", *args])
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as caught:
+                main()
+        return Done(int(caught.value.code or 0), *capsys.readouterr())
+
+    yield call
+    logging.captureWarnings(False)
+    logging.getLogger("pillarbox").setLevel(logging.NOTSET)
+    logging.basicConfig(level=level, handlers=handlers, force=True)
+
+
+class LocalTable(Table):
+    """A table whose commands run in this process."""
+
+    def __init__(self, folder: Path, call: Callable[..., Done]) -> None:
+        super().__init__(f"sqlite:///{folder}/shop.db", folder)
+        self._call = call
+
+    def run(self, *args: str, **options: Any) -> Done:
+        return self._call(*args, "--store", self.url, "--table", self.name, **options)
+
+
+@pytest.fixture
+def local(tmp_path: Path, call: Callable[..., Done]) -> Iterator[LocalTable]:
+    made = LocalTable(tmp_path, call)
+    made.create()
+    yield made
+    made.drop()
+
+
+def test_tables_are_for_people(local: LocalTable) -> None:
+    local.kill(made(1, key="[red]k[/red]"), error="first line\nsecond line")
+    status = local.run("status")
+    assert re.search(r"^dead +1  given up", status.out, re.MULTILINE)
+    listed = local.run("events", "list").out.splitlines()
+    assert listed[0].split() == ["id", "state", "type", "key", "attempts", "age", "error"]
+    assert len(listed) == 2
+    assert "[red]k[/red]" in listed[1]
+    assert listed[1].endswith("first line second line")
+    shown = local.run("events", "show", orjson.loads(local.run("events", "list", "--json").out)[0]["id"])
+    assert "state     dead (parks its key)\n" in shown.out
+    assert shown.out.endswith('\n\n{\n  "number": 1\n}\n')
+
+
+def test_nothing_listed_is_said_on_standard_error(local: LocalTable) -> None:
+    done = local.run("events", "list", "--type", "nothing")
+    assert (done.code, done.out, done.err) == (0, "", "No events match.\n")
+
+
+def test_filters_choose(local: LocalTable) -> None:
+    one = Event("a.made", {}, topic="a", key="1")
+    two = Event("b.made", {}, topic="b", key="2")
+    local.put(one, two)
+
+    def chosen(*args: str) -> set[str]:
+        return {record["type"] for record in local.run("events", "list", "--json", *args).json}
+
+    assert chosen("--id", str(one.id)) == {"a.made"}
+    assert chosen("--id", str(one.id), "--id", str(two.id)) == {"a.made", "b.made"}
+    assert chosen("--key", "2", "--topic", "b", "--since", "1h") == {"b.made"}
+    assert chosen("--type", "a.made", "--until", "1h") == set()
+    assert chosen("--since", "2020-01-01", "--until", "2020-01-02T00:00:00+02:00") == set()
+
+
+def test_error_text_chooses_dead_events(local: LocalTable) -> None:
+    local.kill(made(1), error="timeout of 100%")
+    local.kill(made(2), error="timeout of 1000")
+    done = local.run("events", "redrive", "--error", "100%", "--json")
+    assert done.json["events"] == 1
+    assert local.counts() == {"new": 1, "dead": 1}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["events", "redrive"], "No events chosen"),
+        (["events", "drop"], "No events chosen"),
+        (["events", "replay"], "No events chosen"),
+        (["events", "redrive", "--all", "--key", "a"], "give one or the other"),
+        (["events", "drop", "--all"], "without a terminal to ask on, give --yes"),
+        (["prune"], "give --delivered-age, --dead-age or both"),
+        (["relay"], "No sink given: use --sink URL"),
+        (["events", "redrive", "--all", "--rate", "fast"], "such as 100/s"),
+        (["events", "list", "--since", "yesterday"], "or how long ago, such as 2h; got 'yesterday'"),
+        (["events", "list", "--state", "lost"], "'lost'"),
+        (["events", "show", "not-an-id"], "'not-an-id'"),
+        (["relay", "--lease", "30"], "'--lease'"),
+        (["relay", "--batch-size", "0"], "'--batch-size'"),
+        (["relay", "--batchsize", "5"], "--batchsize"),
+        (["relai"], "'relai'"),
+    ],
+)
+def test_wrong_usage_exits_with_2(call: Callable[..., Done], args: list[str], expected: str) -> None:
+    done = call(*args, env={"PILLARBOX_STORE": "sqlite:///nothing.db"})
+    assert (done.code, done.out) == (2, "")
+    assert expected in done.err
+
+
+def test_no_store_is_wrong_usage(call: Callable[..., Done]) -> None:
+    done = call("status")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(
+        "pillarbox: No store given: use --store URL, PILLARBOX_STORE, or url under [store]"
+    )
+
+
+def test_dry_run_changes_nothing(local: LocalTable) -> None:
+    local.kill(made(1))
+    for action in ("redrive", "drop"):
+        done = local.run("events", action, "--all", "--dry-run")
+        assert (done.code, done.out) == (0, f"Would {action} 1 dead event.\n")
+    assert local.counts() == {"dead": 1}
+    assert local.run("audit", "--json").json == []
+
+
+def test_actor_is_the_user_at_this_host_unless_given(local: LocalTable) -> None:
+    local.kill(made(1))
+    local.run("events", "redrive", "--all")
+    (entry,) = local.run("audit", "--json").json
+    assert re.fullmatch(r"\S+@\S+", entry["actor"])
+
+
+def test_traceback_only_when_asked_for(call: Callable[..., Done]) -> None:
+    args = ("status", "--store", "sqlite:///nothing.db")
+    plain, detailed = call(*args), call(*args, "-vv")
+    assert plain.err == (
+        "pillarbox: Store sqlite:///nothing.db (outbox): there is no file 'nothing.db'. "
+        "Run `pillarbox schema create` first.\n"
+    )
+    assert detailed.code == 1
+    assert detailed.err.startswith("Traceback (most recent call last):")
+    assert detailed.err.endswith(plain.err)
+
+
+def test_missing_folder_is_refused(call: Callable[..., Done]) -> None:
+    done = call("schema", "create", "--store", "sqlite:///nowhere/shop.db")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.endswith("there is no folder 'nowhere'. Create it first.\n")
+
+
+def test_missing_event_is_a_failure(local: LocalTable) -> None:
+    done = local.run("events", "show", "018f0000-0000-7000-8000-000000000000")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(
+        f"pillarbox: Event 018f0000-0000-7000-8000-000000000000 is not in table '{local.name}'."
+    )
+
+
+def test_unknown_key_is_refused(local: LocalTable) -> None:
+    path = local.folder / "other.toml"
+    path.write_text("[relay]\nbatchsize = 5\n")
+    done = local.run("relay", "--sink", "null:", "--config", str(path))
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"pillarbox: {path}, [relay]: unknown key 'batchsize'; expected batch_size, ")
+    assert done.err.endswith("Did you mean 'batch_size'?\n")
+
+
+def list_commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        yield " ".join([*path, name]), command
+        if hasattr(command, "commands"):
+            yield from list_commands(command, *path, name)
+
+
+COMMANDS = dict(list_commands(typer.main.get_command(app)))
+
+
+def test_every_command_is_there() -> None:
+    expected = {
+        *("relay", "status", "prune", "audit", "bench", "demo", "schema", "schema sql", "schema create"),
+        *("events", "events list", "events show", "events redrive", "events drop", "events replay"),
+    }
+    assert set(COMMANDS) == expected
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_and_option_is_explained(name: str) -> None:
+    command = COMMANDS[name]
+    assert re.fullmatch(r"[A-Z].*[.]", command.help.partition("\n")[0])
+    assert [item.name for item in command.params if not getattr(item, "help", None)] == []
+
+
+def test_help_is_printed_without_a_command(call: Callable[..., Done]) -> None:
+    done = call("--help")
+    assert done.code == 0
+    assert "  relay " in done.out
+    assert "completion" not in done.out
+    assert call("--version").out == "pillarbox 0.1.0\n"
