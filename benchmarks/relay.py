@@ -86,7 +86,8 @@ def _resize(value: Any, rows: list[Any]) -> Any:
 
 
 def _fenced(settle: Statement, lease: Statement) -> tuple[Any, ...]:
-    fences = next(value for value in lease[1] if isinstance(value, list) and not isinstance(value[0], int | float | None))
+    lists = [value for value in lease[1] if isinstance(value, list)]
+    fences = next(value for value in lists if not isinstance(value[0], int | float | None))
     return tuple(
         fences if isinstance(value, list) and value and type(value[0]) is type(fences[0]) else value
         for value in settle[1]

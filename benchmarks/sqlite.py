@@ -8,32 +8,27 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import sqlalchemy as sa
 
 from benchmarks.common import KEYS, PAYLOAD, Result, alternate, fill
 from pillarbox import Event, Outbox, Relay, open_sink
-from pillarbox.event import uuid7
+from pillarbox.event import BYTES, DELIVERED, uuid7
 
 EVENTS = 20_000
 BATCH = 500
+
+Statement = tuple[str, tuple[Any, ...]]
 
 _NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now') || '000'"
 _BARE_PUT = (
     "INSERT INTO outbox (id, lane, type, topic, key, payload, content_type, created_at)"
     f" VALUES (?, ?, ?, ?, ?, ?, ?, {_NOW})"
 )
-_BARE_READ = "SELECT * FROM outbox WHERE state = 0 ORDER BY seq LIMIT 500"
-_BARE_CLAIM = (
-    "UPDATE outbox SET state = 1, attempts = attempts + 1, token = ?,"
-    " until_at = strftime('%Y-%m-%d %H:%M:%f', 'now', '30 seconds') || '000'"
-    " WHERE seq IN (SELECT value FROM json_each(?))"
-)
-_BARE_SETTLE = "DELETE FROM outbox WHERE seq IN (SELECT value FROM json_each(?)) AND token = ?"
-
-
 def _fresh(folder: str) -> tuple[Path, Outbox, sa.Engine]:
     path = Path(folder) / f"{uuid4().hex}.db"
     metadata = sa.MetaData()
@@ -55,7 +50,7 @@ async def _compare(name: str, ours: Callable[[str], object], bare: Callable[[str
 
         async def run_ours() -> float:
             outcome = ours(folder)
-            return await outcome if hasattr(outcome, "__await__") else outcome  # type: ignore[return-value,misc]
+            return await outcome if hasattr(outcome, "__await__") else outcome  # type: ignore[return-value]
 
         async def run_bare() -> float:
             return bare(folder)  # type: ignore[return-value]
@@ -90,7 +85,7 @@ def _put_bare(folder: str) -> float:
         connection.executemany(
             _BARE_PUT,
             [
-                (str(uuid7()), zlib.crc32(key.encode()) % 64, "bench", "bench", key, PAYLOAD, "application/octet-stream")
+                (str(uuid7()), zlib.crc32(key.encode()) % 64, "bench", "bench", key, PAYLOAD, BYTES)
                 for key in keys
             ],
         )
@@ -99,8 +94,10 @@ def _put_bare(folder: str) -> float:
 
 
 async def sqlite_drain() -> Result:
-    """(f) A drain to the null sink, over reading, claiming and deleting the same rows."""
-    return await _compare("sqlite_drain", _drain_ours, _drain_bare)
+    """(f) A drain to the null sink, over the statements of its batches run bare."""
+    with tempfile.TemporaryDirectory() as folder:
+        statements = await _record_statements(folder)
+        return await _compare("sqlite_drain", _drain_ours, lambda place: _drain_bare(place, statements))
 
 
 async def _drain_ours(folder: str) -> float:
@@ -112,20 +109,48 @@ async def _drain_ours(folder: str) -> float:
         return EVENTS / (time.perf_counter() - started)
 
 
-def _drain_bare(folder: str) -> float:
+async def _record_statements(folder: str) -> list[Statement]:
+    """What the store sends for one full batch: the claim's transaction, then the settlement's."""
+    path, outbox, engine = _fresh(folder)
+    fill(outbox, engine, 2 * BATCH)
+    store = outbox.store(f"sqlite:///{path}")
+    await store.open()
+    await store.next_due()
+    sent: list[Statement] = []
+
+    def listen(connection: Any, cursor: Any, sql: str, params: Any, context: Any, many: bool) -> None:
+        sent.append((sql, tuple(params)))
+
+    sa.event.listen(store._engine, "before_cursor_execute", listen)  # type: ignore[attr-defined]
+    batch = await store.claim(BATCH, mode="lease", lease=timedelta(seconds=30))
+    await batch.settle([DELIVERED] * len(batch.claims))
+    await store.close()
+    return [statement for statement in sent if not statement[0].startswith("BEGIN")]
+
+
+def _drain_bare(folder: str, statements: list[Statement]) -> float:
     path, outbox, engine = _fresh(folder)
     fill(outbox, engine, EVENTS)
     connection = _connect(path)
+    with connection:
+        connection.executemany("INSERT INTO outbox_lanes (sink, lane) VALUES ('', ?)", [(lane,) for lane in range(64)])
+    latch, pick, claim, settle, unblock = statements
     started = time.perf_counter()
     while True:
         connection.execute("BEGIN IMMEDIATE")
-        rows = connection.execute(_BARE_READ).fetchall()
+        connection.execute(*latch).fetchall()
+        rows = connection.execute(*pick).fetchall()
         if not rows:
             connection.execute("COMMIT")
             return EVENTS / (time.perf_counter() - started)
-        token, numbers = str(uuid4()), json.dumps([row[0] for row in rows])
-        connection.execute(_BARE_CLAIM, (token, numbers))
+        numbers, keys = json.dumps([row[0] for row in rows]), json.dumps(list({row[1] for row in rows}))
+        connection.execute(claim[0], _with(claim[1], numbers))
         connection.execute("COMMIT")
         connection.execute("BEGIN IMMEDIATE")
-        connection.execute(_BARE_SETTLE, (numbers, token))
+        connection.execute(settle[0], _with(settle[1], numbers))
+        connection.execute(unblock[0], _with(unblock[1], keys))
         connection.execute("COMMIT")
+
+
+def _with(params: tuple[Any, ...], numbers: str) -> tuple[Any, ...]:
+    return tuple(numbers if isinstance(value, str) and value.startswith("[") else value for value in params)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pillarbox.breaker import Breaker
 from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreUnavailable, Unsupported
@@ -45,9 +45,10 @@ class Relay:
     """Delivers the events of one store to one sink.
 
     `claim` is `hold`, `lease`, or `auto`: hold where the sink is quick and the store allows it. `in_flight` batches of
-    up to `batch_size` events are under way at once; by default as many as pay off on that store. `dead` says what a dead event does to its key: `park` lets the
-    later ones wait, `skip` lets them pass. `poll` bounds how long an idle relay sleeps between looks. `stop_timeout`
-    bounds how long `stop` waits for deliveries before it gives their claims back.
+    up to `batch_size` events are under way at once, by default as many as pay off on that store. `dead` says what a
+    dead event does to its key: `park` lets the later ones wait, `skip` lets them pass. `poll` bounds how long an idle
+    relay sleeps between looks. `stop_timeout` bounds how long `stop` waits for deliveries before it gives their claims
+    back.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Relay:
         if lease < timedelta(seconds=1):
             raise ConfigError(f"Relay: expected a lease of at least a second, got {lease}")
         if claim not in ("auto", "hold", "lease") or dead not in ("park", "skip"):
-            raise ConfigError(f"Relay: expected claim auto, hold or lease and dead park or skip, got {claim!r}, {dead!r}")
+            raise ConfigError(
+                f"Relay: expected claim auto, hold or lease and dead park or skip, got {claim!r} and {dead!r}"
+            )
         self.store = store
         self.sink = sink
         self.breaker = breaker or Breaker(sink.name)
@@ -221,7 +224,7 @@ class Relay:
         self, tasks: set[asyncio.Task[Settlement]], seconds: float | None, *, wakes: bool = False
     ) -> None:
         """Wait for a batch to end, for `stop`, for the time, and if asked for the store's wake-up."""
-        waiting: set[asyncio.Future[object]] = {asyncio.ensure_future(self._stopping.wait())}
+        waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._stopping.wait())}
         if wakes:
             timeout = timedelta(seconds=60 if seconds is None else seconds)
             waiting.add(asyncio.ensure_future(self.store.wait(timeout)))
@@ -315,7 +318,7 @@ class Relay:
                 continue
             if lost:
                 self._hook.lost(lost)
-                log.warning("Lost %d of %d claims: their lease lapsed before it was renewed.", len(lost), len(batch.claims))
+                log.warning("Lost %d of %d claims: their lease lapsed unrenewed.", len(lost), len(batch.claims))
 
     async def _send(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         """One outcome a claim; a destination that is down releases what it did not take."""

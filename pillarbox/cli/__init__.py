@@ -93,7 +93,7 @@ def _fail(error: Exception, *, code: int) -> None:
 
 def _hint(error: Exception) -> str | None:
     if isinstance(error, StoreUnavailable):
-        return "is the database up, and are its url, user and password right? Nothing was changed."
+        return "is the database up, and are its url, user and password right?"
     if isinstance(error, SinkUnavailable):
         return "the events stay in the outbox; run again when the destination is back"
     if isinstance(error, UsageError):

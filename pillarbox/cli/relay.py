@@ -41,6 +41,7 @@ from pillarbox.stores.sql import SqlStore
 
 log = logging.getLogger("pillarbox.cli")
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # `timeout`, terminals and process runners often send one signal twice, to the process and to its group.
 ECHO = 0.5
 
@@ -69,9 +70,7 @@ def relay(
     ] = None,
     drain: Annotated[bool, typer.Option("--drain", help="Exit when nothing can be claimed now.")] = False,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Events a batch (500).")] = None,
-    in_flight: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2).")
-    ] = None,
+    in_flight: Annotated[int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2).")] = None,
     claim: Annotated[
         ClaimBy | None, typer.Option(help="Hold rows locked, lease them, or as the sink allows (auto).")
     ] = None,
@@ -109,9 +108,7 @@ def relay(
         }
     )
     if config.sink.url is None:
-        raise UsageError(
-            "No sink given: use --sink URL, PILLARBOX_SINK, or url under [sink] in pillarbox.toml."
-        )
+        raise UsageError("No sink given: use --sink URL, PILLARBOX_SINK, or url under [sink] in pillarbox.toml.")
     tally, remains = asyncio.run(_run(config, drains=drain))
     log.info("%s", _summarize(tally, remains))
     if as_json:
@@ -122,11 +119,12 @@ def relay(
 
 
 class Tally(Hook):
-    """Adds up what a relay settles, and keeps why its destination was down."""
+    """Adds up what a relay settles; keeps why its destination was down and whether it was told to stop."""
 
     def __init__(self) -> None:
         self.total = Settlement()
         self.reason: str | None = None
+        self.is_stopped = False
 
     def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
         self.total += settlement
@@ -139,7 +137,7 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Counts | None]:
     tally = Tally()
     store, sink = open_configured_store(config), config.open_sink()
     relay = config.make_relay(store, sink, hook=tally)
-    _stop_on_signals(relay)
+    _stop_on_signals(relay, tally)
     try:
         await _open(relay, drains=drains)
         log.info("%s", _describe_start(config, store, sink, drains=drains))
@@ -153,6 +151,9 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Counts | None]:
         raise SinkUnavailable(tally.reason or str(error)) from error
     finally:
         await relay.close()
+        # Nothing is left to stop: a late signal must not make a failure of it.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _open(relay: Relay, *, drains: bool) -> None:
@@ -183,17 +184,17 @@ def _summarize(tally: Tally, remains: Counts | None) -> str:
     done = f"{total.delivered} delivered, {total.retried} to retry, {total.dead} dead"
     if total.lost:
         done += f", {total.lost} lost to another relay"
-    return (
-        f"Stopped: {done}." if remains is None else f"Drained: {done}. Remaining: {describe_counts(remains)}."
-    )
+    rest = "" if remains is None else f" Remaining: {describe_counts(remains)}."
+    return f"{'Stopped' if tally.is_stopped else 'Drained'}: {done}.{rest}"
 
 
-def _stop_on_signals(relay: Relay) -> None:
+def _stop_on_signals(relay: Relay, tally: Tally) -> None:
     loop = asyncio.get_running_loop()
     stopped_at: float | None = None
 
     def stop(number: int) -> None:
         log.info("%s: finishing what is under way; once more to end at once.", signal.Signals(number).name)
+        tally.is_stopped = True
         relay.stop()
 
     def handle(number: int, frame: object) -> None:
@@ -206,5 +207,5 @@ def _stop_on_signals(relay: Relay) -> None:
             os.write(2, b"pillarbox: ended at once; what was under way is sent again when its claims lapse\n")
             os._exit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, handle)

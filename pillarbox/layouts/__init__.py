@@ -35,7 +35,7 @@ def get_layout(layout: str | Layout) -> Layout:
     """A layout by its name, or the object itself."""
     if isinstance(layout, Layout):
         return layout
-    make = _LAYOUTS.get(layout) if isinstance(layout, str) else None
+    make = _LAYOUTS.get(layout)
     if make is None:
         near = get_close_matches(str(layout), _LAYOUTS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

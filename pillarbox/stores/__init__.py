@@ -43,12 +43,19 @@ class Batch(Protocol):
       connection, because then the database gives them back by itself.
     """
 
-    claims: Sequence[Claim]
-    mode: Mode
-    is_full: bool
-    """Whether more was waiting than was asked for."""
-    has_tried: bool
-    """Whether rows were left because a hold takes no row that was tried before; a lease takes them."""
+    @property
+    def claims(self) -> Sequence[Claim]: ...
+
+    @property
+    def mode(self) -> Mode: ...
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more was waiting than was asked for."""
+
+    @property
+    def has_tried(self) -> bool:
+        """Whether rows were left because a hold takes no row that was tried before; a lease takes them."""
 
     async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement: ...
 

@@ -1,4 +1,4 @@
-"""What operators do to a store: count, list, redrive, drop, replay, prune; each action leaves a line in the audit table."""
+"""What operators do to a store: count, list, redrive, drop, replay, prune; each action leaves an audit line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Operations:
         row = db.execute(sa.select(*columns, seconds_until(oldest)).where(self._mine(outbox))).one()
         buried = db.execute(sa.select(sa.func.count()).select_from(dead).where(self._mine(dead))).scalar_one()
         age = None if row[-1] is None else timedelta(seconds=max(0.0, -float(row[-1])))
-        return Counts(*row[:-1], dead=buried, oldest_pending=age)
+        counted: dict[str, int] = dict(zip(names, row, strict=False))
+        return Counts(**counted, dead=buried, oldest_pending=age)
 
     def events(self, db: sa.Connection, where: Filter, state: State | None, limit: int) -> list[Record]:
         """The newest events that match, from the outbox and the dead table."""

@@ -49,7 +49,7 @@ def _is_blocked(layout: Layout, tables: Mapping[str, sa.Table], sink: str, row: 
 
     def first(name: str, condition: Any, *, earlier: bool) -> Any:
         table = tables[name].alias()
-        query = sa.select(sa.literal_column("1")).where(
+        query: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
             table.c[layout.sink] == sink, table.c[order.key] == key, condition(table.c)
         )
         if earlier:
@@ -159,7 +159,7 @@ def _build_mysql(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> P
         count = len(lanes)
         if count not in statements:
             statements[count] = judge(count)
-        candidates = statements[count].execute(db, _lane_params(lanes, depth, limit)).all()
+        candidates: Sequence[Any] = statements[count].execute(db, _lane_params(lanes, depth, limit)).all()
         passed = [found[0] for found in candidates if not found[2]]
         locked = {found[0]: found for found in db.execute(wanted, {"rows": passed})} if passed else {}
         return [(*found, *locked.get(found[0], nothing)) for found in candidates]

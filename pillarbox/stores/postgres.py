@@ -152,7 +152,7 @@ async def is_pooled(url: sa.URL, name: str) -> bool:
     try:
         connection = await asyncpg.connect(dsn, statement_cache_size=0, timeout=10)
     except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
-        raise StoreUnavailable(f"Store {name}: {error or type(error).__name__}") from error
+        raise StoreUnavailable(f"Store {name}: {str(error) or type(error).__name__}") from error
     try:
         return bool(await connection.fetchval("SELECT pg_backend_pid()") != connection.get_server_pid())
     finally:

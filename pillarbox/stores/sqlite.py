@@ -45,9 +45,8 @@ class SqliteStore(SqlStore):
         self._version: int | None = None
 
     async def open(self) -> None:
-        path = Path(self.url.database or "")
-        if not path.exists():
-            raise ConfigError(f"Store {self.name}: there is no file {str(path)!r}. Run `pillarbox schema create` first.")
+        if not Path(self.url.database or "").exists():  # noqa: ASYNC240 - one look at start-up
+            raise ConfigError(f"Store {self.name}: there is no such file. Run `pillarbox schema create` first.")
         await super().open()
 
     async def _transact(self, work: Work[T], *, writes: bool) -> T:

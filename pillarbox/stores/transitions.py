@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
@@ -32,12 +30,14 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import insert as mysql_insert
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Outcome, Released, Retry
+from pillarbox.event import Claim, Outcome, Released
 from pillarbox.layouts.clock import seconds_until
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
 from pillarbox.stores.dialect import Given, GivenRows, SameForAll, UsedColumns, delete_given, is_mysql
 from pillarbox.stores.hot import Hot
+from pillarbox.stores.lanes import LaneShare, build_latch
+from pillarbox.stores.outcomes import freed_keys, group_outcomes
 from pillarbox.stores.pick import ClaimLoader, build_pick
 
 WAKE_LIMIT = 1000
@@ -61,43 +61,6 @@ class _Write(NamedTuple):
     given: GivenRows
     alike: Hot
     same: SameForAll
-
-
-@dataclass
-class LaneShare:
-    """How many lanes to latch: grows while lanes are free, halves when others hold them.
-
-    Starting at half of the lanes leaves room for a second relay at once; `depth` is how many rows to read from each
-    lane, and follows the backlog's shape: a few hot lanes want many rows each, many even lanes want few.
-    """
-
-    lanes: int
-    wanted: int = field(init=False)
-    depth: int = 0
-
-    def __post_init__(self) -> None:
-        self.wanted = max(1, self.lanes // 2)
-
-    def latched(self, got: int, wanted: int) -> None:
-        if got < wanted:
-            self.wanted = max(4, got, self.wanted // 2)
-        else:
-            self.wanted = min(max(4, self.lanes // 2), self.wanted + 1)
-
-    def rows_per_lane(self, limit: int, lanes: int) -> int:
-        # A quarter more than an even share: lanes are never quite even.
-        return min(limit, max(self.depth, -(-5 * limit // (4 * lanes))))
-
-    def picked(self, limit: int, rows: Sequence[Any], depth: int) -> bool:
-        """Learn from a pick; returns whether more rows are waiting."""
-        if len(rows) >= limit:
-            self.depth //= 2
-            return True
-        deepest = max(Counter(row[3] for row in rows).values(), default=0)
-        if deepest >= depth:
-            self.depth = min(limit, depth * 2)
-            return True
-        return False
 
 
 class Transitions:
@@ -125,7 +88,7 @@ class Transitions:
         self._delivered = layout.kept if retain else layout.delivered
         self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
         self._loader = ClaimLoader(dialect)
-        self._latch = self._build_latch()
+        self._latch = build_latch(layout, tables, dialect=dialect, sink=sink)
         self._due = [Hot(self._select_due(due(self.outbox.c))) for due in layout.due]
         self._lapsed = self._select_due(
             layout.lease.lapsed(self.outbox.c),
@@ -166,10 +129,10 @@ class Transitions:
         blocked: list[tuple[Any, str]] = []
         is_full = has_tried = False
         # Lanes that hold only rows which cannot be had now must not hide the others.
-        while not claims and (lanes := [lane for lane in self._latch(db, {*busy, *seen}) if lane not in seen]):
-            seen.update(lanes)
+        while not claims and (lanes := set(self._latch(db, self.share, {*busy, *seen})) - seen):
+            seen |= lanes
             depth = self.share.rows_per_lane(limit, len(lanes))
-            rows = self._pick(db, lanes, depth, limit)
+            rows = self._pick(db, sorted(lanes), depth, limit)
             is_full |= self.share.picked(limit, rows, depth)
             claims, waiting, was_tried = self._choose(rows, mode)
             blocked += waiting
@@ -181,7 +144,7 @@ class Transitions:
                 claim.fence = token
             self._write(db, "claim", [Given(c.row, token, c.attempt, seconds) for c in claims])
         is_full |= bool(claims) and len(lanes) >= self.share.wanted
-        return Taken(claims, blocked, set(lanes), is_full, has_tried)
+        return Taken(claims, blocked, lanes, is_full, has_tried)
 
     def _choose(
         self, rows: Sequence[Any], mode: Mode
@@ -269,7 +232,7 @@ class Transitions:
         self, db: sa.Connection, claims: Sequence[Claim], outcomes: Sequence[Outcome], *, mode: Mode, park: bool
     ) -> Settlement:
         """Write what became of the claims; a claim whose fence is gone changes nothing."""
-        groups = _group(claims, outcomes, park)
+        groups = group_outcomes(claims, outcomes, park)
         fenced = mode == "lease"
         if mode == "hold":
             groups["release"] = []
@@ -280,7 +243,7 @@ class Transitions:
         counts["dead"] = self.move(db, self.layout.dead, groups["dead"], fenced=fenced) if groups["dead"] else 0
         # A hold takes only rows that were never tried, and nothing is ever blocked behind those.
         if fenced:
-            self.unblock(db, _freed_keys(claims, outcomes, park))
+            self.unblock(db, freed_keys(claims, outcomes, park))
         lost = sum(len(rows) for rows in groups.values()) - sum(counts.values())
         return Settlement(
             counts["delivered"],
@@ -437,86 +400,7 @@ class Transitions:
         values = order.unblock.values(self.outbox.c, self._given.c)
         return sa.update(self.outbox).where(self._mine, order.blocked(self.outbox.c), chosen).values(values)
 
-    def _build_latch(self) -> Callable[[sa.Connection, Collection[int]], list[int]]:
-        lanes, layout = self.tables["lanes"], self.layout
-        work = (
-            sa.select(self._row)
-            .where(self._mine, layout.ready(self.outbox.c), self.outbox.c[layout.lane] == lanes.c.lane)
-            .limit(1)
-            .scalar_subquery()
-            .correlate(lanes)
-        )
-        with_work = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, work.is_not(None))
-        if self.dialect == "postgresql":
-            return self._latch_in_one(with_work)
-        busy_lanes = Hot(with_work)
-        chosen = lanes.c.lane.in_(sa.bindparam("lanes", expanding=True))
-        lock = sa.select(lanes.c.lane).where(lanes.c.sink == self.sink, chosen).with_for_update(skip_locked=True)
-
-        def latch(db: sa.Connection, busy: Collection[int]) -> list[int]:
-            found = list(busy_lanes.execute(db, {}).scalars())
-            if not found or not is_mysql(self.dialect):
-                return found  # SQLite's write lock is the latch, for all lanes at once
-            random.shuffle(found)
-            found.sort(key=lambda lane: lane in busy)
-            wanted = found[: self.share.wanted]
-            got = list(db.execute(lock, {"lanes": wanted}).scalars())
-            self.share.latched(len(got), len(wanted))
-            return got
-
-        return latch
-
-    def _latch_in_one(self, with_work: sa.Select[Any]) -> Callable[[sa.Connection, Collection[int]], list[int]]:
-        lane = self.tables["lanes"].c.lane
-        is_busy = lane == sa.any_(sa.bindparam("busy", type_=postgresql.ARRAY(sa.SmallInteger)))
-        latched = (
-            with_work.order_by(is_busy, sa.func.random())
-            .limit(sa.bindparam("wanted"))
-            .with_for_update(skip_locked=True)
-        )
-        statement = Hot(latched)
-
-        def latch(db: sa.Connection, busy: Collection[int]) -> list[int]:
-            wanted = self.share.wanted
-            got = list(statement.execute(db, {"wanted": wanted, "busy": list(busy)}).scalars())
-            # Fewer than wanted: others hold lanes, or few lanes have work; a smaller share is right for both.
-            self.share.latched(len(got), wanted)
-            return got
-
-        return latch
-
 
 def _as_column(value: Any, name: str) -> ColumnElement[Any]:
     element = value if isinstance(value, ColumnElement) else sa.literal(value) if value is not None else sa.null()
     return element.label(name)
-
-
-def _group(claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool) -> dict[str, list[Given]]:
-    delivered: list[Given] = []
-    groups: dict[str, list[Given]] = {"delivered": delivered, "retry": [], "dead": [], "release": []}
-    for claim, outcome in zip(claims, outcomes, strict=True):
-        if outcome is DELIVERED:  # nearly always
-            delivered.append(Given(claim.row, claim.fence, claim.attempt))
-            continue
-        match outcome:
-            case Delivered():
-                delivered.append(Given(claim.row, claim.fence, claim.attempt))
-            case Retry(error=error, after=after):
-                seconds = 0.0 if after is None else after.total_seconds()
-                groups["retry"].append(Given(claim.row, claim.fence, claim.attempt, seconds, error))
-            case Dead(error=error):
-                parks = park and claim.event.key is not None
-                groups["dead"].append(Given(claim.row, claim.fence, claim.attempt, 0.0, error, parks))
-            case Released():
-                groups["release"].append(Given(claim.row, claim.fence, claim.attempt))
-    return groups
-
-
-def _freed_keys(claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool) -> set[str]:
-    freed: set[str] = set()
-    stuck: set[str] = set()
-    for claim, outcome in zip(claims, outcomes, strict=True):
-        if claim.event.key is not None:
-            is_stuck = isinstance(outcome, Retry) or (park and isinstance(outcome, Dead))
-            (stuck if is_stuck else freed).add(claim.event.key)
-    return freed - stuck

@@ -95,18 +95,26 @@ class Database:
         with self.engine.connect() as db:
             return list(db.execute(sa.select(table.c.type).order_by(table.c.seq)).scalars())
 
-    def connections(self) -> int:
-        """How many sessions besides this one are connected to the database."""
+    def connections(self) -> list[int]:
+        """The sessions besides this one that are connected to the database."""
         queries = {
-            "postgresql": "SELECT count(*) FROM pg_stat_activity "
+            "postgresql": "SELECT pid FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()",
-            "mysql": "SELECT count(*) FROM information_schema.processlist "
+            "mysql": "SELECT id FROM information_schema.processlist "
             "WHERE db = DATABASE() AND id <> CONNECTION_ID()",
         }
         if self.backend not in queries:
-            return 0
+            return []
         with self.engine.connect() as db:
-            return int(db.exec_driver_sql(queries[self.backend]).scalar_one())
+            return list(db.exec_driver_sql(queries[self.backend]).scalars())
+
+    def end_connections(self) -> None:
+        """End every session but this one."""
+        end = "SELECT pg_terminate_backend({})" if self.backend == "postgresql" else "KILL {}"
+        numbers = self.connections()
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as db:
+            for number in numbers:
+                db.exec_driver_sql(end.format(number))
 
     def can_write(self) -> bool:
         """Whether nobody keeps SQLite's write lock; the servers have no such lock."""

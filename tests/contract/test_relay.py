@@ -43,6 +43,10 @@ def has_type(*names: str) -> Any:
     return lambda candidate: candidate.type in names
 
 
+def quick_breaker() -> Breaker:
+    return Breaker("memory", first=timedelta(milliseconds=1), cap=timedelta(milliseconds=2))
+
+
 class Recorder(Hook):
     """Notes what the relay reports."""
 
@@ -240,7 +244,7 @@ async def test_destination_that_is_down_costs_no_attempt(kit: Kit, store: Store)
     kit.put(*events("a b", "k"))
     sink = MemorySink()
     sink.go_down()
-    relay = Relay(store, sink, breaker=Breaker("memory", first=timedelta(milliseconds=1), cap=timedelta(milliseconds=2)))
+    relay = Relay(store, sink, breaker=quick_breaker())
     with pytest.raises(SinkUnavailable):
         await relay.drain()
     assert (await store.counts()).new == 2
@@ -277,7 +281,7 @@ async def test_what_was_delivered_before_the_destination_went_down_is_not_sent_a
     kit.put(*events("a b c"))
     sink = MemorySink()
     sink.go_down_at(has_type("c"))
-    relay = Relay(store, sink, breaker=Breaker("memory", first=timedelta(milliseconds=1), cap=timedelta(milliseconds=2)))
+    relay = Relay(store, sink, breaker=quick_breaker())
     assert await relay.run_once() == Settlement(delivered=2, released=1)
     sink.come_back()
     await run_until(relay, lambda: len(sink.claims) == 3)
@@ -379,7 +383,7 @@ async def test_a_lease_is_renewed_while_its_delivery_runs(kit: Kit, store: Store
 
     async def is_renewed() -> bool:
         [now] = await store.events(Filter())
-        return now.until_at > before.until_at
+        return now.until_at is not None and before.until_at is not None and now.until_at > before.until_at
 
     await until(is_renewed)
     sink.unblock()
@@ -402,7 +406,7 @@ async def test_lost_lease_changes_nothing_and_is_reported(kit: Kit, store: Store
 
 async def test_hold_is_refused_where_it_would_last_too_long(kit: Kit, store: Store) -> None:
     relay = Relay(store, MemorySink(is_quick=False), claim="hold")
-    with pytest.raises(Unsupported, match="claim by lease|cannot claim by hold"):
+    with pytest.raises(Unsupported, match=r"claim by lease|cannot claim by hold"):
         await relay.open()
 
 

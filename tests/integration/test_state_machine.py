@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -29,7 +29,7 @@ MAX_ATTEMPTS = 3
 EVERYTHING = Filter()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Row:
     """What the model knows of one committed event; `state` is ready, timed, claimed, dead or gone."""
 
@@ -41,10 +41,15 @@ class Row:
     attempts: int = 0
     is_tried: bool = False
     parks: bool = False
-    is_late: bool = False
+    may_be_late: bool = False
+    """Whether others of its key may pass: it is scheduled, or was skipped when it died."""
     holder: Open | None = None
     expires: float = 0.0
     deliveries: int = 0
+
+    def __repr__(self) -> str:
+        due = f" at {self.due}" if self.state == "timed" else ""
+        return f"<{self.number} of {self.key}: {self.state}{due}, attempts {self.attempts}>"
 
     @property
     def key(self) -> str | None:
@@ -55,7 +60,7 @@ class Row:
         return self.state not in ("dead", "gone")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Open:
     """A batch that a relay has not settled; the model's own view of it."""
 
@@ -123,13 +128,13 @@ class Relays(RuleBasedStateMachine):
         for event in expected:
             row = Row(len(self.rows), event)
             if event.delay:
-                row.state, row.due = "timed", self.now + event.delay / HOUR
+                row.state, row.due, row.may_be_late = "timed", self.now + event.delay / HOUR, True
             self.rows.append(row)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(self.rows))
+        row = self.rows[data.draw(st.integers(0, len(self.rows) - 1))]
         is_free = row.state in ("ready", "timed")
         assert self.kit.cancel(row.event.id) == int(is_free)
         if is_free:
@@ -152,7 +157,7 @@ class Relays(RuleBasedStateMachine):
         assert [row.number for row in taken] == sorted(row.number for row in taken)
         assert len(taken) <= limit
         assert set(taken) <= set(possible), self.explain(taken, possible)
-        if len(taken) < limit and not any(each.mode == "hold" for each in self.open):
+        if not batch.is_full and not any(each.mode == "hold" for each in self.open):
             assert set(certain) <= set(taken), self.explain(taken, certain)
         self.check_nobody_passed(taken)
         for row, claim in zip(taken, batch.claims, strict=True):
@@ -213,7 +218,8 @@ class Relays(RuleBasedStateMachine):
                 or (row.state == "ready" and row.attempts)
             ):
                 closed.add(key)
-            if perhaps and key is not None:
+            # Those behind an event that was tried may be marked as blocked until it is settled.
+            if key is not None and (perhaps or row.attempts):
                 doubtful.add(key)
         return certain, possible
 
@@ -223,7 +229,7 @@ class Relays(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data(), park=st.booleans())
     def settle(self, data: st.DataObject, park: bool) -> None:
-        opened = data.draw(st.sampled_from(self.open))
+        opened = self.open[data.draw(st.integers(0, len(self.open) - 1))]
         self.open.remove(opened)
         kinds = st.sampled_from(["delivered", "delivered", "delivered", "retry 0", "retry 2", "dead", "released"])
         outcomes: list[Outcome] = []
@@ -266,14 +272,15 @@ class Relays(RuleBasedStateMachine):
                 return Settlement(released=1)
         row.state = "gone"
         row.deliveries += 1
-        if row.key is not None and not row.is_late:
+        if row.key is not None and not row.may_be_late:
             self.delivered.setdefault(row.key, []).append(row.number)
         return Settlement(delivered=1)
 
     @precondition(lambda self: any(each.mode == "lease" for each in self.open))
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
-        opened = data.draw(st.sampled_from([each for each in self.open if each.mode == "lease"]))
+        leases = [each for each in self.open if each.mode == "lease"]
+        opened = leases[data.draw(st.integers(0, len(leases) - 1))]
         lost = {claim.event.id for claim in self.runner.run(opened.batch.renew(LEASE))}
         assert lost == {row.event.id for row in opened.rows if row.holder is not opened}
         for row in opened.rows:
@@ -283,7 +290,7 @@ class Relays(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def abandon(self, data: st.DataObject) -> None:
-        opened = data.draw(st.sampled_from(self.open))
+        opened = self.open[data.draw(st.integers(0, len(self.open) - 1))]
         self.open.remove(opened)
         self.runner.run(opened.batch.abandon())
         for row in opened.rows:
@@ -293,7 +300,7 @@ class Relays(RuleBasedStateMachine):
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
         """A relay's process dies: a lease stays in its rows until it lapses, a hold's rows are free."""
-        opened = data.draw(st.sampled_from(self.open))
+        opened = self.open[data.draw(st.integers(0, len(self.open) - 1))]
         self.open.remove(opened)
         if opened.mode == "hold":
             self.runner.run(self.cut(opened.batch))
@@ -330,7 +337,7 @@ class Relays(RuleBasedStateMachine):
                 taken |= {row.event.dedup_key} - {None}
         assert self.runner.run(self.stores[0].redrive(EVERYTHING, actor="ann", limit=limit)) == len(chosen)
         for row in chosen:
-            row.is_late = row.is_late or (row.key is not None and not row.parks)
+            row.may_be_late = row.may_be_late or (row.key is not None and not row.parks)
             row.state, row.attempts, row.is_tried, row.parks = "ready", 0, False, False
 
     @rule(key=st.sampled_from(["a", "b", None]))
@@ -344,23 +351,16 @@ class Relays(RuleBasedStateMachine):
     # -- the promises ------------------------------------------------------------------------------------------------
 
     @invariant()
-    def counts_agree(self) -> None:
+    def promises_hold(self) -> None:
         counts = self.runner.run(self.stores[0].counts())
         live = counts.new + counts.retrying + counts.held + counts.scheduled + counts.blocked
-        # A lease that lapsed on its last attempt counts as held until somebody looks at the clock.
-        assert live == sum(row.is_live for row in self.rows)
-        assert counts.dead == sum(row.state == "dead" for row in self.rows)
         leased = [row for row in self.rows if row.holder is not None and row.holder.mode == "lease"]
+        assert live == sum(row.is_live for row in self.rows)
         assert counts.held == len(leased)
-
-    @invariant()
-    def keys_were_delivered_in_order(self) -> None:
-        for numbers in self.delivered.values():
-            assert numbers == sorted(numbers)
-
-    @invariant()
-    def nothing_was_delivered_twice(self) -> None:
+        assert counts.dead == sum(row.state == "dead" for row in self.rows)
         assert all(row.deliveries <= 1 for row in self.rows)
+        for numbers in self.delivered.values():
+            assert numbers == sorted(numbers), "the events of a key were delivered out of order"
 
     def drain(self) -> None:
         """Every committed event can still be delivered, once its relays and operators let it."""
@@ -378,7 +378,7 @@ class Relays(RuleBasedStateMachine):
                 self.runner.run(opened.batch.settle([DELIVERED] * len(opened.rows)))
                 for row in opened.rows:
                     self.settle_row(opened, row, DELIVERED, park=True)
-            self.keys_were_delivered_in_order()
+            self.promises_hold()
             if not any(row.state != "gone" for row in self.rows):
                 break
         assert [row for row in self.rows if row.state != "gone"] == []
@@ -389,16 +389,18 @@ class Interrupted(Exception):
     """The application changes its mind."""
 
 
-@pytest.mark.parametrize("name", ["sqlite", "postgres"])
-def test_any_history_keeps_the_promises(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "histories"), [("sqlite", 30), ("postgres", 20)])
+def test_any_history_keeps_the_promises(name: str, histories: int, tmp_path: Path) -> None:
     database = make_database(name, tmp_path)
     try:
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
             lambda: Relays(database),
             settings=settings(
-                max_examples=30,
+                max_examples=histories,
                 stateful_step_count=40,
                 deadline=None,
+                # To shrink a history takes minutes: do that by hand.
+                phases=(Phase.explicit, Phase.reuse, Phase.generate),
                 suppress_health_check=list(HealthCheck),
             ),
         )

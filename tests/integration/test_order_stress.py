@@ -1,0 +1,141 @@
+"""Order per key under everything at once: four relays that hold and lease, retries, releases, and foreign locks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from pillarbox.event import DELIVERED, RELEASED, Claim, Event, Outcome, Retry
+from pillarbox.stores import Counts, Mode
+from pillarbox.stores.sql import SqlStore
+from tests.contract.stores import Database, SqlKit, make_database
+
+KEYS = 100
+LEASE = timedelta(seconds=60)
+
+DATABASES = {"sqlite": 3000, "postgres": 4000, "mariadb": 3000, "mysql": 3000}
+
+
+class Destination:
+    """Takes events, but not always; remembers what it took in order."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.taken: dict[str, list[int]] = defaultdict(list)
+        self.retries = self.releases = 0
+
+    async def deliver(self, claims: Sequence[Claim]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        stopped: set[str] = set()
+        for claim in claims:
+            key = str(claim.event.key)
+            outcome = RELEASED if key in stopped else self._answer()
+            if outcome is DELIVERED:
+                self.taken[key].append(int(claim.event.type))
+            else:
+                stopped.add(key)
+            outcomes.append(outcome)
+        await asyncio.sleep(self.random.uniform(0, 0.004))  # others claim and settle meanwhile
+        return outcomes
+
+    def _answer(self) -> Outcome:
+        draw = self.random.random()
+        if draw < 0.04:
+            self.retries += 1
+            return Retry("503", timedelta(milliseconds=self.random.uniform(0, 30)))
+        if draw < 0.05:
+            self.releases += 1
+            return RELEASED
+        return DELIVERED
+
+
+class Disturber:
+    """Locks rows of the table for moments, as a console or another system would."""
+
+    def __init__(self, database: Database, seed: int) -> None:
+        self.database = database
+        self.random = random.Random(seed)
+        self.locked = 0
+
+    def run_once(self) -> None:
+        table = self.database.outbox.table
+        oldest = sa.select(table.c.seq).order_by(table.c.seq).limit(40)
+        with self.database.engine.connect() as db:
+            if self.database.backend == "sqlite":
+                db.exec_driver_sql("BEGIN IMMEDIATE")
+                time.sleep(0.002)
+            else:
+                found = list(db.execute(oldest).scalars())
+                chosen = self.random.sample(found, min(3, len(found)))
+                lock = sa.select(table.c.seq).where(table.c.seq.in_(chosen))
+                self.locked += len(db.execute(lock.with_for_update(skip_locked=True)).all())
+                time.sleep(self.random.uniform(0.001, 0.015))
+            db.rollback()
+
+
+async def relay(store: SqlStore, destination: Destination, seed: int, is_done: asyncio.Event) -> None:
+    chance = random.Random(seed)
+    modes: list[Mode] = sorted(store.modes)
+    while not is_done.is_set():
+        mode = chance.choice(modes)
+        batch = await store.claim(chance.choice([5, 40, 200]), mode=mode, lease=LEASE)
+        if not batch.claims:
+            await store.next_due()
+            await asyncio.sleep(0.002)
+            continue
+        outcomes = await destination.deliver(batch.claims)
+        settlement = await batch.settle(outcomes)
+        assert settlement.lost == 0
+
+
+@pytest.mark.parametrize(("name", "count"), DATABASES.items(), ids=DATABASES)
+async def test_four_relays_keep_the_order_of_every_key(name: str, count: int, tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    database = make_database(name, tmp_path)
+    kit = SqlKit(database)
+    destination = Destination(seed)
+    disturber = Disturber(database, seed)
+    keys = random.Random(seed)
+    expected: dict[str, list[int]] = defaultdict(list)
+
+    def put(numbers: range) -> None:
+        events = [Event(str(number), {}, key=f"key-{keys.randrange(KEYS)}") for number in numbers]
+        kit.put(*events)
+        for event in events:
+            expected[str(event.key)].append(int(event.type))
+
+    async def write() -> None:
+        for start in range(count // 2, count, 50):
+            await asyncio.to_thread(put, range(start, start + 50))
+
+    async def disturb(is_done: asyncio.Event) -> None:
+        while not is_done.is_set():
+            await asyncio.to_thread(disturber.run_once)
+
+    try:
+        stores = [await kit.open(all_lanes=False) for _ in range(4)]
+        put(range(count // 2))
+        is_done = asyncio.Event()
+        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+            for number, store in enumerate(stores):
+                group.create_task(relay(store, destination, seed + number, is_done))
+            group.create_task(disturb(is_done))
+            await group.create_task(write())
+            while await stores[0].counts() != Counts():
+                await asyncio.sleep(0.02)
+            is_done.set()
+        assert destination.taken == expected
+        assert destination.retries > count // 50
+        assert destination.releases > count // 200
+        await kit.close()
+    finally:
+        database.drop()
