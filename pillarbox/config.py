@@ -84,7 +84,7 @@ class RelayConfig:
     """`[relay]`: how events are claimed; see `Relay`. `retention` is how long delivered events are kept."""
 
     batch_size: int = _key(read_number, 500)
-    in_flight: int = _key(read_number, 2)
+    in_flight: int | None = _key(read_number)
     claim: Literal["auto", "hold", "lease"] = _key(one_of("auto", "hold", "lease"), "auto")
     lease: timedelta = _key(read_duration, timedelta(seconds=30))
     poll: timedelta = _key(read_pause, timedelta(seconds=1))
@@ -117,9 +117,7 @@ class Config:
         if self.store.lanes is None or self.store.lanes == layout.lanes:
             return layout
         if layout.name != "pillarbox":
-            raise ConfigError(
-                f"Layout {layout.name!r} has no lanes of its own; leave lanes = {self.store.lanes} out"
-            )
+            raise ConfigError(f"Layout {layout.name!r} has no lanes of its own; leave lanes = {self.store.lanes} out")
         return pillarbox_layout(self.store.lanes)
 
     def open_store(self) -> SqlStore:
@@ -132,9 +130,7 @@ class Config:
         try:
             backend = parse_store_url(store.url).get_backend_name()
             if options and backend != "postgresql":
-                raise ConfigError(
-                    f"[store] {next(iter(options))} is for PostgreSQL only; the store is {backend}"
-                )
+                raise ConfigError(f"[store] {next(iter(options))} is for PostgreSQL only; the store is {backend}")
             return open_store(
                 store.url,
                 layout=self.get_layout(),
@@ -180,9 +176,7 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
 
 
 def _list_keys(section: str) -> dict[str, Read]:
-    return {
-        item.name: item.metadata["read"] for item in fields(_SECTIONS[section]) if "read" in item.metadata
-    }
+    return {item.name: item.metadata["read"] for item in fields(_SECTIONS[section]) if "read" in item.metadata}
 
 
 def _list_variables() -> dict[str, str]:
@@ -288,9 +282,7 @@ def _make_store(source: _Source) -> StoreConfig:
         return store
     named, _, name = store.table.partition(".")
     if schema is not None and schema.rank == table.rank and store.schema != named:
-        raise ConfigError(
-            f"{table.where}: {store.table!r} names its schema, but {schema.where} is {store.schema!r}"
-        )
+        raise ConfigError(f"{table.where}: {store.table!r} names its schema, but {schema.where} is {store.schema!r}")
     is_overridden = schema is not None and schema.rank < table.rank
     return replace(store, table=name, schema=store.schema if is_overridden else named)
 

@@ -102,21 +102,21 @@ class Insertion(ABC):
 
     def _lanes(self, events: Sequence[Event]) -> list[int]:
         crc32, lanes = zlib.crc32, self._layout.lanes
-        return [
-            crc32(event.id.bytes if event.key is None else event.key.encode()) % lanes for event in events
-        ]
+        return [crc32(event.id.bytes if event.key is None else event.key.encode()) % lanes for event in events]
 
 
 class _ArrayInsertion(Insertion):
-    """PostgreSQL: one array a column. Columns that no event of the statement uses stay out of it."""
+    """PostgreSQL: one array a column, or plain values for one event.
+
+    Columns that no event of the statement uses stay out of it.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         fields = self._layout.fields
-        self._groups = [
-            [name for name in group if name in fields or name == "delay"] for group in _OPTIONAL_GROUPS
-        ]
+        self._groups = [[name for name in group if name in fields or name == "delay"] for group in _OPTIONAL_GROUPS]
         self._statements: dict[tuple[str, ...], _Compiled] = {}
+        self._singles: dict[tuple[str, ...], _Compiled] = {}
         self._keeps_uuid = self._dialect.driver in ("asyncpg", "psycopg", "psycopg_async")
         self._is_binary = self._dialect.driver in ("psycopg", "psycopg_async")
 
@@ -132,13 +132,16 @@ class _ArrayInsertion(Insertion):
             if any(values.count(None) < len(ids) for values in found.values()):
                 arrays |= found
         names = tuple(arrays)
-        statement = self._statements.get(names)
+        is_single = len(ids) == 1
+        statements = self._singles if is_single else self._statements
+        statement = statements.get(names)
         if statement is None:
-            statement = self._statements[names] = self._compile(names)
-        return Prepared(statement.sql, statement.bind(arrays), ids, is_counted=True)
+            statement = statements[names] = self._compile(names, is_single)
+        values = {name: array[0] for name, array in arrays.items()} if is_single else arrays
+        return Prepared(statement.sql, statement.bind(values), ids, is_counted=True)
 
-    def _compile(self, names: Sequence[str]) -> _Compiled:
-        compiled = _compile(self._build(names), self._dialect)
+    def _compile(self, names: Sequence[str], is_single: bool) -> _Compiled:
+        compiled = _compile(self._build(names, is_single), self._dialect)
         if not self._is_binary:
             return compiled
         # As text psycopg takes twice as long for ids and bytes.
@@ -147,15 +150,10 @@ class _ArrayInsertion(Insertion):
             sql = sql.replace(f"%({name})s", f"%({name})b")
         return compiled._replace(sql=sql)
 
-    def _build(self, names: Sequence[str]) -> sa.Select[Any]:
+    def _build(self, names: Sequence[str], is_single: bool) -> sa.Select[Any]:
         layout = self._layout
-        arrays = ", ".join(f"CAST(:{name} AS {_ARRAY_TYPES.get(name, 'TEXT')}[])" for name in names)
-        quoted = ", ".join(f'"{name}"' for name in names)
-        rows = sa.text(f"SELECT * FROM unnest({arrays}) AS g({quoted})")
-        given = rows.columns(*(sa.column(name) for name in names)).subquery("given").c
-        columns: dict[str, Any] = {
-            layout.fields[name]: given[name] for name in names if name in layout.fields
-        }
+        given = _given(names, is_single).columns(*(sa.column(name) for name in names)).subquery("given").c
+        columns: dict[str, Any] = {layout.fields[name]: given[name] for name in names if name in layout.fields}
         if "headers" in names:
             columns[layout.fields["headers"]] = sa.cast(given.headers, postgresql.JSONB)
         columns |= {layout.sink: sa.literal_column(_quote(self._sink)), layout.lane: given.lane}
@@ -174,7 +172,8 @@ class _ArrayInsertion(Insertion):
         )
         count = sa.func.count()
         # The ids go back only when some of them were there before.
-        missing = count < sa.func.cardinality(sa.text("CAST(:id AS UUID[])"))
+        size = "1" if is_single else "cardinality(CAST(:id AS UUID[]))"
+        missing = count < sa.text(size)
         found = sa.func.coalesce(
             sa.func.array_agg(sa.cast(put.c[row_id.name], sa.Text)), sa.text("CAST('{}' AS TEXT[])")
         )
@@ -184,6 +183,15 @@ class _ArrayInsertion(Insertion):
             told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
             result.append(sa.case((count > sa.literal_column("0"), told)))
         return sa.select(*result).select_from(put)
+
+
+def _given(names: Sequence[str], is_single: bool) -> sa.TextClause:
+    kinds = {name: _TYPES.get(name, "TEXT") for name in names}
+    if is_single:
+        return sa.text("SELECT " + ", ".join(f'CAST(:{name} AS {kind}) AS "{name}"' for name, kind in kinds.items()))
+    arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in kinds.items())
+    quoted = ", ".join(f'"{name}"' for name in names)
+    return sa.text(f"SELECT * FROM unnest({arrays}) AS g({quoted})")
 
 
 class _ValuesInsertion(Insertion):
@@ -312,7 +320,7 @@ def _read_delay(events: Sequence[Event]) -> list[float | None]:
 
 
 _OPTIONAL = {name: _read(name) for name in chain(*_OPTIONAL_GROUPS)} | {"delay": _read_delay}
-_ARRAY_TYPES = {
+_TYPES = {
     "id": "UUID",
     "payload": "BYTEA",
     "max_attempts": "INTEGER",

@@ -5,6 +5,7 @@ A put never commits and never opens a connection: the events share the fate of t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     AsyncTarget = AsyncSession | async_scoped_session[Any] | AsyncConnection
 
 MAX_PAYLOAD = 1024 * 1024
+
+_Schemas = Mapping[str | None, str | None] | None
+"""A connection's `schema_translate_map`."""
 
 
 class Receipt:
@@ -137,7 +141,7 @@ class Outbox:
         self._marker: type[Marker] | None = None
         self._insert = sa.insert(self.table)
         self._insertions: dict[tuple[str | None, ...], Insertion] = {}
-        self._transitions: dict[str, Transitions] = {}
+        self._transitions: dict[tuple[str | None, ...], Transitions] = {}
 
     @classmethod
     def from_models(cls, outbox: Any, *, dead: Any, lanes: Any, audit: Any, **options: Any) -> Outbox:
@@ -248,7 +252,7 @@ class Outbox:
         self._send(connection, parts)
 
     def _send(self, connection: sa.Connection, parts: Sequence[_Part]) -> None:
-        existing: set[int] = set()
+        existing: list[int] = []
         start = 0
         try:
             self._lock_keys(connection, parts)
@@ -257,7 +261,7 @@ class Outbox:
                 result = connection.exec_driver_sql(statement.sql, statement.params)
                 if statement.lookup is not None:
                     result = connection.exec_driver_sql(*statement.lookup)
-                existing.update(start + position for position in statement.existing(result.all()))
+                existing += (start + position for position in statement.existing(result.all()))
                 start += len(statement.ids)
         except InvalidRequestError as error:
             raise TransactionError(f"This connection cannot take events: {error}") from error
@@ -267,37 +271,44 @@ class Outbox:
         start = 0
         for part in parts:
             end = start + len(part.events)
-            part.receipt._fill(position - start for position in existing if start <= position < end)
+            own = existing[bisect_left(existing, start) : bisect_left(existing, end)]
+            part.receipt._fill(position - start for position in own)
             start = end
 
     def _prepare(
         self,
         parts: Sequence[_Part],
         dialect: Dialect,
-        schemas: Mapping[str | None, str | None] | None = None,
+        schemas: _Schemas = None,
     ) -> Iterable[Prepared]:
         events = parts[0].events if len(parts) == 1 else [event for part in parts for event in part.events]
         if not events:
             return ()
         headers = parts[0].headers if len(parts) == 1 else [text for part in parts for text in part.headers]
-        table = self._table_in(schemas)
-        style = (dialect.name, dialect.driver, dialect.paramstyle, table.schema)
+        style = _style(dialect, self._schema_in(schemas))
         insertion = self._insertions.get(style)
         if insertion is None:
+            table = self._tables_in(schemas)["outbox"]
             insertion = insertion_for(self.layout, table, dialect, notify=self._notify)
             self._insertions[style] = insertion
         return insertion.prepare(events, headers)
 
-    def _table_in(self, schemas: Mapping[str | None, str | None] | None) -> sa.Table:
+    def _schema_in(self, schemas: _Schemas) -> str | None:
         schema = self.table.schema
-        if not schemas or schemas.get(schema, schema) == schema:
-            return self.table
-        return self.table.to_metadata(sa.MetaData(), schema=schemas[schema])  # type: ignore[arg-type]
+        return schemas.get(schema, schema) if schemas else schema
+
+    def _tables_in(self, schemas: _Schemas) -> Mapping[str, sa.Table]:
+        schema = self._schema_in(schemas)
+        if schema == self.table.schema:
+            return self.tables
+        metadata = sa.MetaData(schema=schema)
+        return {
+            role: table.to_metadata(metadata, schema=schema)  # type: ignore[arg-type]
+            for role, table in self.tables.items()
+        }
 
     def _lock_keys(self, connection: sa.Connection, parts: Sequence[_Part]) -> None:
-        keys = {
-            event.key for part in parts if part.lock_key for event in part.events if event.key is not None
-        }
+        keys = {event.key for part in parts if part.lock_key for event in part.events if event.key is not None}
         if keys:
             self._transitions_for(connection).lock_keys(connection, sorted(keys))
 
@@ -332,9 +343,7 @@ class Outbox:
         session = None if is_async(target) else session_of(target)
         if session is not None:
             if not session.is_active:
-                raise TransactionError(
-                    f"This session's transaction has failed; roll it back before you {verb}."
-                )
+                raise TransactionError(f"This session's transaction has failed; roll it back before you {verb}.")
             session.flush()
             target = session.connection(bind_arguments={"clause": self._insert})
         if not isinstance(target, sa.Connection):
@@ -343,13 +352,13 @@ class Outbox:
         check_connection(target)
         due = None if due_at is None else sa.literal(due_at, Timestamp())
         try:
-            count = self._transitions_for(target).change(target, ids, dedup_key, SimpleNamespace(due=due))
+            transitions = self._transitions_for(target)
+            count = transitions.change(target, ids, dedup_key, SimpleNamespace(due=due))
         except DBAPIError as error:
             drivers.raise_failed_transaction(error.orig or error)
             raise
         if count and self._notify and target.dialect.name == "postgresql":
-            table = self._table_in(target.get_execution_options().get("schema_translate_map"))
-            target.execute(sa.select(sa.func.pg_notify(channel_name(table), "")))
+            target.execute(sa.select(sa.func.pg_notify(channel_name(transitions.outbox), "")))
         return count
 
     async def _change_async(
@@ -366,10 +375,17 @@ class Outbox:
         return count
 
     def _transitions_for(self, connection: sa.Connection) -> Transitions:
-        name = connection.dialect.name
-        if name not in self._transitions:
-            self._transitions[name] = Transitions(self.layout, self.tables, dialect=name)
-        return self._transitions[name]
+        schemas = connection.get_execution_options().get("schema_translate_map")
+        style = _style(connection.dialect, self._schema_in(schemas))
+        if style not in self._transitions:
+            tables = self._tables_in(schemas)
+            self._transitions[style] = Transitions(self.layout, tables, dialect=connection.dialect.name)
+        return self._transitions[style]
+
+
+def _style(dialect: Dialect, schema: str | None) -> tuple[str | None, ...]:
+    """What the text of a statement depends on."""
+    return dialect.name, dialect.driver, dialect.paramstyle, schema
 
 
 def _check_chosen(verb: str, ids: Sequence[UUID], dedup_key: str | None) -> None:

@@ -72,6 +72,8 @@ class Relay:
             raise ConfigError(f"Relay: expected a positive batch_size and in_flight, got {batch_size} and {in_flight}")
         if lease < timedelta(seconds=1):
             raise ConfigError(f"Relay: expected a lease of at least a second, got {lease}")
+        if poll <= timedelta(0):
+            raise ConfigError(f"Relay: expected a poll above zero, got {poll}")
         if claim not in ("auto", "hold", "lease") or dead not in ("park", "skip"):
             raise ConfigError(
                 f"Relay: expected claim auto, hold or lease and dead park or skip, got {claim!r} and {dead!r}"
@@ -88,7 +90,9 @@ class Relay:
         self._poll = poll
         self._stop_timeout = stop_timeout
         self._hook = hook or Hook()
-        self._mode: Mode = "lease"
+        self.mode: Mode = "lease"
+        """How the relay claims once it has started; known when it is open."""
+        self._was_opened = False
         self._is_open = False
         self._is_sink_open = False
         self._stopping = asyncio.Event()
@@ -104,8 +108,9 @@ class Relay:
     async def open(self) -> None:
         """Connect the store; the sink connects when it is first needed, and may be down."""
         if not self._is_open:
+            self._was_opened = True
             await self.store.open()
-            self._mode = self._choose_mode()
+            self.mode = self._choose_mode()
             self._is_open = True
 
     async def close(self) -> None:
@@ -113,8 +118,8 @@ class Relay:
         if self._is_sink_open:
             self._is_sink_open = False
             await self.sink.close()
-        if self._is_open:
-            self._is_open = False
+        if self._was_opened:
+            self._was_opened = self._is_open = False
             await self.store.close()
 
     async def __aenter__(self) -> Self:
@@ -261,7 +266,7 @@ class Relay:
 
     async def _claim(self, *, is_prefetch: bool) -> Batch:
         limit = 1 if self.breaker.is_probing else self._size
-        holds = self._mode == "hold" and limit == self._batch_size and time.monotonic() >= self._no_hold_before
+        holds = self.mode == "hold" and limit == self._batch_size and time.monotonic() >= self._no_hold_before
         mode: Mode = "hold" if holds and not self._use_lease_next else "lease"
         self._use_lease_next = False
         batch = await self.store.claim(

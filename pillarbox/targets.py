@@ -10,13 +10,13 @@ from sqlalchemy.orm import Session, scoped_session
 from pillarbox.errors import TransactionError
 
 SYNC_TARGETS = "a SQLAlchemy Session, AsyncSession or Connection, or a psycopg, sqlite3 or PyMySQL connection"
-ASYNC_TARGETS = (
-    "a SQLAlchemy AsyncConnection or AsyncSession, or an asyncpg, psycopg async or aiosqlite connection"
-)
+ASYNC_TARGETS = "a SQLAlchemy AsyncConnection or AsyncSession, or an asyncpg, psycopg async or aiosqlite connection"
 
 
 def session_of(target: Any) -> Session | None:
     """The session behind a session, an asynchronous one or a scoped one."""
+    if isinstance(target, Session):
+        return target
     if isinstance(target, scoped_session) or is_async(target, "async_scoped_session"):
         target = target()
     if is_async(target, "AsyncSession"):

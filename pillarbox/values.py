@@ -134,16 +134,12 @@ def _look_up(match: re.Match[str], variables: Mapping[str, str], where: str) -> 
         return "${"
     name, default = match.groups()
     if name is None:
-        raise ConfigError(
-            f"{where}: expected ${{NAME}} or ${{NAME:-default}}; write '$${{' for a plain '${{'"
-        )
+        raise ConfigError(f"{where}: expected ${{NAME}} or ${{NAME:-default}}; write '$${{' for a plain '${{'")
     value = variables.get(name)
     if default is not None:
         return value or default
     if value is None:
-        raise ConfigError(
-            f"{where}: the environment variable {name} is not set. Set it, or write ${{{name}:-default}}"
-        )
+        raise ConfigError(f"{where}: the environment variable {name} is not set. Set it, or write ${{{name}:-default}}")
     return value
 
 

@@ -124,9 +124,7 @@ def replay(
 
 def _check_choice(where: Filter, everything: bool) -> None:
     if where.is_empty and not everything:
-        raise UsageError(
-            "No events chosen: give a filter such as --type or --error, or --all for every event."
-        )
+        raise UsageError("No events chosen: give a filter such as --type or --error, or --all for every event.")
     if everything and not where.is_empty:
         raise UsageError("--all chooses every event, and a filter some of them: give one or the other.")
 

@@ -56,9 +56,7 @@ def bench(
         print_json({measure.name.replace(" ", "_"): measure.rate for measure in measures})
         return
     rows = [(measure.name, f"{measure.rate:,}", f"{measure.seconds:.2f}") for measure in measures]
-    print_table(
-        [f"{events} events, {batch} a batch", "events/s", "seconds"], rows, right=["events/s", "seconds"]
-    )
+    print_table([f"{events} events, {batch} a batch", "events/s", "seconds"], rows, right=["events/s", "seconds"])
 
 
 async def _measure(config: Config, events: int, batch: int) -> list[Measure]:

@@ -25,9 +25,7 @@ from pillarbox.config import Config
 from pillarbox.errors import PillarboxError
 from pillarbox.stores import Filter, Record
 
-app = typer.Typer(
-    help="List, show, redrive, drop and replay events.", no_args_is_help=True, rich_markup_mode=None
-)
+app = typer.Typer(help="List, show, redrive, drop and replay events.", no_args_is_help=True, rich_markup_mode=None)
 
 
 class InState(StrEnum):

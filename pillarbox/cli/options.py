@@ -106,15 +106,11 @@ _SETTINGS: Final[Mapping[str, _Option]] = {
         None,
     ),
     "layout": (
-        Annotated[
-            str | None, typer.Option("--layout", metavar="NAME", help="The table's layout (pillarbox).")
-        ],
+        Annotated[str | None, typer.Option("--layout", metavar="NAME", help="The table's layout (pillarbox).")],
         None,
     ),
     "table": (
-        Annotated[
-            str | None, typer.Option("--table", metavar="[SCHEMA.]NAME", help="The outbox table (outbox).")
-        ],
+        Annotated[str | None, typer.Option("--table", metavar="[SCHEMA.]NAME", help="The outbox table (outbox).")],
         None,
     ),
     "config": (
@@ -130,18 +126,14 @@ _LOGGING: Final[Mapping[str, _Option]] = {
     "verbose": (
         Annotated[
             int,
-            typer.Option(
-                "--verbose", "-v", count=True, show_default=False, help="Log more; -vv with tracebacks."
-            ),
+            typer.Option("--verbose", "-v", count=True, show_default=False, help="Log more; -vv with tracebacks."),
         ],
         0,
     ),
     "quiet": (
         Annotated[
             int,
-            typer.Option(
-                "--quiet", "-q", count=True, show_default=False, help="Log warnings only; -qq errors."
-            ),
+            typer.Option("--quiet", "-q", count=True, show_default=False, help="Log warnings only; -qq errors."),
         ],
         0,
     ),
@@ -165,9 +157,7 @@ _FILTER: Final[Mapping[str, _Option]] = {
         None,
     ),
     "error": (
-        Annotated[
-            str | None, typer.Option("--error", metavar="TEXT", help="Events whose error contains this.")
-        ],
+        Annotated[str | None, typer.Option("--error", metavar="TEXT", help="Events whose error contains this.")],
         None,
     ),
     "since": (
@@ -251,9 +241,7 @@ def _parameters(options: Mapping[str, _Option]) -> list[inspect.Parameter]:
 def open_configured_store(config: Config) -> SqlStore:
     """Make the store; it is a usage error when nobody said which."""
     if config.store.url is None:
-        raise UsageError(
-            "No store given: use --store URL, PILLARBOX_STORE, or url under [store] in pillarbox.toml."
-        )
+        raise UsageError("No store given: use --store URL, PILLARBOX_STORE, or url under [store] in pillarbox.toml.")
     return config.open_store()
 
 
@@ -274,6 +262,4 @@ async def connect(config: Config) -> AsyncIterator[SqlStore]:
 def _check_file(store: SqlStore) -> None:
     path = store.url.database or ""
     if store.dialect == "sqlite" and not Path(path).exists():
-        raise ConfigError(
-            f"Store {store.name}: there is no file {path!r}. Run `pillarbox schema create` first."
-        )
+        raise ConfigError(f"Store {store.name}: there is no file {path!r}. Run `pillarbox schema create` first.")

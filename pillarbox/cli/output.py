@@ -26,9 +26,7 @@ def print_json(value: object, *, file: IO[str] | None = None) -> None:
     print(text, file=file or sys.stdout, flush=True)
 
 
-def print_table(
-    headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()
-) -> None:
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
     """Print a table of one line a row, as wide as it needs: what is cut or folded cannot be copied."""
     from rich.console import Console
     from rich.table import Table

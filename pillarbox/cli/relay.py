@@ -70,7 +70,7 @@ def relay(
     ] = None,
     drain: Annotated[bool, typer.Option("--drain", help="Exit when nothing can be claimed now.")] = False,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Events a batch (500).")] = None,
-    in_flight: Annotated[int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2).")] = None,
+    in_flight: Annotated[int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2; SQLite 1).")] = None,
     claim: Annotated[
         ClaimBy | None, typer.Option(help="Hold rows locked, lease them, or as the sink allows (auto).")
     ] = None,
@@ -175,7 +175,7 @@ def _describe_start(config: Config, store: SqlStore, sink: Sink, *, drains: bool
     return (
         f"{'Draining' if drains else 'Relaying'}: store {mask_url(config.store.url or '')}, "
         f"table {store.tables['outbox'].fullname}, sink {sink.name}, claim by {claim}, "
-        f"{config.relay.in_flight} batches of up to {config.relay.batch_size} at once"
+        f"{config.relay.in_flight or store.in_flight} batches of up to {config.relay.batch_size} at once"
     )
 
 

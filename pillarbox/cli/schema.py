@@ -37,9 +37,7 @@ class Database(StrEnum):
 @takes_settings
 def sql(
     load: Load,
-    dialect: Annotated[
-        Database | None, typer.Option(help="The database; else that of the store's url.")
-    ] = None,
+    dialect: Annotated[Database | None, typer.Option(help="The database; else that of the store's url.")] = None,
 ) -> None:
     """Print the statements that create the tables; nothing is connected to."""
     config = load()

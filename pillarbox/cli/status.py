@@ -69,9 +69,7 @@ def prune(
     actor: ActorOption = None,
     delivered_age: Annotated[
         timedelta | None,
-        duration_option(
-            "--delivered-age", example="7d", text="Delete events delivered longer ago than this."
-        ),
+        duration_option("--delivered-age", example="7d", text="Delete events delivered longer ago than this."),
     ] = None,
     dead_age: Annotated[
         timedelta | None,
@@ -96,9 +94,7 @@ async def _prune(
 ) -> Pruned:
     async with connect(config) as store:
         with working("Pruning"):
-            return await store.prune(
-                delivered_age=delivered_age, dead_age=dead_age, actor=actor, dry_run=dry_run
-            )
+            return await store.prune(delivered_age=delivered_age, dead_age=dead_age, actor=actor, dry_run=dry_run)
 
 
 @takes_settings
@@ -114,8 +110,7 @@ def audit(
         print_json([{name: getattr(entry, name) for name in fields} for entry in entries])
         return
     rows = [
-        (format_time(entry.at), entry.actor, entry.action, entry.events, _describe_detail(entry))
-        for entry in entries
+        (format_time(entry.at), entry.actor, entry.action, entry.events, _describe_detail(entry)) for entry in entries
     ]
     print_table(["at", "actor", "action", "events", "detail"], rows, right=["events"])
 

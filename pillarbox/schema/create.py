@@ -49,9 +49,7 @@ async def create_tables(store: SqlStore, *, dry_run: bool = False) -> list[Creat
 def _create(db: sa.Connection, tables: Mapping[str, sa.Table], dry_run: bool) -> list[Created]:
     inspector = sa.inspect(db)
     _check_schema(inspector, next(iter(tables.values())).schema, db)
-    existing = {
-        table.fullname for table in tables.values() if inspector.has_table(table.name, schema=table.schema)
-    }
+    existing = {table.fullname for table in tables.values() if inspector.has_table(table.name, schema=table.schema)}
     for table in tables.values():
         if table.fullname in existing:
             _check_columns(inspector, table, db)

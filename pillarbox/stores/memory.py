@@ -176,13 +176,15 @@ class MemoryStore:
         if mode not in self.modes:
             raise Unsupported(f"Store {self.name}: cannot claim by {mode}, only by {', '.join(self.modes)}")
         self._wake(max_attempts)
-        batch, token, is_blocked = MemoryBatch(self, mode), uuid4(), self._judge()
+        batch, token = MemoryBatch(self, mode), uuid4()
+        in_flight, first = self._fronts()
         broken: set[str | None] = set()
         for row in self._select("ready"):
             if row.holder is not None or row.event.key in broken:
                 continue
-            if is_blocked(row):
-                row.state = "ready" if is_prefetch else "blocked"
+            is_behind = first.get(row.event.key, row.seq) < row.seq
+            if is_behind or row.event.key in in_flight:
+                row.state = "blocked" if is_behind and not is_prefetch else "ready"
             elif mode == "hold" and row.attempts:
                 batch.has_tried = True
                 broken |= {row.event.key} - {None}
@@ -191,18 +193,14 @@ class MemoryStore:
         batch.is_full = len(batch.claims) == limit
         return batch
 
-    def _judge(self) -> Callable[[_Row], bool]:
-        in_flight = {row.event.key for row in self._select() if row.state == "leased" or row.holder}
+    def _fronts(self) -> tuple[set[str | None], dict[str | None, int]]:
+        """The keys that are in flight, and the first row of each key that blocks the later ones."""
+        keyed = [row for row in self._select() if row.event.key is not None]
         first: dict[str | None, int] = {}
-        for row in self._select("waiting", "dead"):
-            if row.state == "waiting" or row.parks:
+        for row in keyed:
+            if row.state in ("leased", "waiting") or row.parks:
                 first.setdefault(row.event.key, row.seq)
-
-        def is_blocked(row: _Row) -> bool:
-            key = row.event.key
-            return key is not None and (key in in_flight or first.get(key, row.seq) < row.seq)
-
-        return is_blocked
+        return {row.event.key for row in keyed if row.state == "leased" or row.holder}, first
 
     def _take(self, row: _Row, batch: MemoryBatch, lease: timedelta, token: UUID) -> Claim:
         claim = Claim(row.seq, row.event, row.attempts + 1)
@@ -225,8 +223,10 @@ class MemoryStore:
                 longest = min(300.0, 2.0 ** min(row.attempts, 20)) if row.attempts > 1 else 0.0
                 row.enter("waiting", now + timedelta(seconds=random.uniform(0, longest)))
                 row.error = LAPSED
-        for row in (*self._past("waiting", now), *self._past("scheduled", now)):
+        due = [*self._past("waiting", now), *self._past("scheduled", now)]
+        for row in due:
             row.enter("ready")
+        self._unblock(due)
 
     def _past(self, state: State, now: datetime) -> list[_Row]:
         return [row for row in self._select(state) if row.until_at is not None and row.until_at <= now]

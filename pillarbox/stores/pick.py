@@ -224,6 +224,16 @@ def _decode_uuid(value: str) -> UUID:
     return made
 
 
+def _plain_uuid(value: UUID) -> UUID:
+    # asyncpg has a class of its own, which encoders and pickles of the standard one do not know.
+    if type(value) is UUID:
+        return value
+    made = _new(UUID)
+    _set_int(made, value.int)
+    _set_safety(made, SafeUUID.unknown)
+    return made
+
+
 _new = object.__new__
 _set_int: Callable[[UUID, int], None] = UUID.__dict__["int"].__set__
 _set_safety: Callable[[UUID, SafeUUID], None] = UUID.__dict__["is_safe"].__set__
@@ -233,7 +243,7 @@ class EventLoader:
     """Makes events from rows whose raw event fields start at an offset."""
 
     def __init__(self, dialect: str, offset: int) -> None:
-        decoders: dict[str, Callable[[Any], Any]] = {"headers": _decode_headers}
+        decoders: dict[str, Callable[[Any], Any]] = {"headers": _decode_headers, "id": _plain_uuid}
         if dialect != "postgresql":
             decoders |= {"id": _decode_uuid, "due_at": _decode_time, "created_at": _decode_time}
         self._load = compile_loader(offset=offset, decoders=decoders)

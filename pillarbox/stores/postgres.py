@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from pillarbox.errors import MissingExtra, StoreUnavailable
+from pillarbox.errors import ConfigError, MissingExtra, StoreUnavailable
 from pillarbox.stores import Mode
 from pillarbox.stores.server import HOLD_DEADLINE, AsyncSqlStore
-from pillarbox.stores.sql import T, Work
+from pillarbox.stores.sql import T, Work, is_refused
 from pillarbox.wakeup import PostgresListener, channel_name
 
 log = logging.getLogger("pillarbox.store")
@@ -152,7 +152,8 @@ async def is_pooled(url: sa.URL, name: str) -> bool:
     try:
         connection = await asyncpg.connect(dsn, statement_cache_size=0, timeout=10)
     except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
-        raise StoreUnavailable(f"Store {name}: {str(error) or type(error).__name__}") from error
+        kind = ConfigError if is_refused(getattr(error, "sqlstate", ""), None) else StoreUnavailable
+        raise kind(f"Store {name}: {str(error) or type(error).__name__}") from error
     try:
         return bool(await connection.fetchval("SELECT pg_backend_pid()") != connection.get_server_pid())
     finally:

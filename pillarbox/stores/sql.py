@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 
-from pillarbox.errors import SchemaError, StoreUnavailable, Unsupported
+from pillarbox.errors import ConfigError, SchemaError, StoreUnavailable, Unsupported
 from pillarbox.event import RELEASED, Claim, Outcome
 from pillarbox.layouts import Layout, declare_layout
 from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
@@ -93,7 +93,9 @@ class SqlStore(ABC):
         self.tables = declare_layout(layout, self.metadata, table=table, schema=schema)
         self.retention = retention
         self.sink = sink
-        self.name = f"{url.render_as_string(hide_password=True)} ({self.tables['outbox'].fullname})"
+        # Without its query, which may carry secrets.
+        shown = url.set(query={}).render_as_string(hide_password=True)
+        self.name = f"{shown} ({self.tables['outbox'].fullname})"
         self.busy_lanes: Counter[int] = Counter()
         self._look_at = 0.0
         self._build(self.dialect)
@@ -257,6 +259,11 @@ def is_conflict(error: DBAPIError) -> bool:
     return state in _CONFLICTS or number in _MYSQL_CONFLICTS or "database is locked" in str(error.orig)
 
 
+def is_refused(state: str, number: object) -> bool:
+    """Whether the server refuses this user or knows no such database: waiting would not help."""
+    return state.startswith("28") or state == "3D000" or number in (1044, 1045, 1049)
+
+
 def translate(error: DBAPIError, store: SqlStore) -> Exception:
     """A driver's error in our words."""
     text = str(error.orig).strip().partition("\n")[0]
@@ -267,6 +274,8 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
         return SchemaError(f"Store {store.name}: {text}. Run `pillarbox schema create` or your migration first.")
     if state == "42703" or number == 1054 or "no such column" in text:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")
+    if is_refused(state, number):
+        return ConfigError(f"Store {store.name}: {text}")
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):
         return StoreUnavailable(f"Store {store.name}: {text}")
     if isinstance(error, ProgrammingError):

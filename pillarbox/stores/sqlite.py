@@ -43,6 +43,7 @@ class SqliteStore(SqlStore):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pillarbox-sqlite")
         self._engine = make_sqlite_engine(url)
         self._version: int | None = None
+        self._is_closed = False
 
     async def open(self) -> None:
         if not Path(self.url.database or "").exists():  # noqa: ASYNC240 - one look at start-up
@@ -83,8 +84,10 @@ class SqliteStore(SqlStore):
             return int(connection.exec_driver_sql("PRAGMA data_version").scalar_one())
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.dispose)
-        self._thread.shutdown()
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.dispose)
+            self._thread.shutdown()
 
 
 def make_sqlite_engine(url: sa.URL) -> sa.Engine:

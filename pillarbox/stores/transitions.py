@@ -89,7 +89,8 @@ class Transitions:
         self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
         self._loader = ClaimLoader(dialect)
         self._latch = build_latch(layout, tables, dialect=dialect, sink=sink)
-        self._due = [Hot(self._select_due(due(self.outbox.c))) for due in layout.due]
+        key = self.outbox.c[layout.order.key]
+        self._due = [Hot(self._select_due(due(self.outbox.c), key)) for due in layout.due]
         self._lapsed = self._select_due(
             layout.lease.lapsed(self.outbox.c),
             *(self.outbox.c[name] for name in (layout.attempts, layout.lease.fence, layout.order.key)),
@@ -175,18 +176,20 @@ class Transitions:
         """Take rows that wait behind another out of the claim index.
 
         The rows in front are locked first and must still be in front: whoever settles them waits for this commit and
-        then sets the marked rows ready again, so that no row stays blocked behind nothing.
+        then sets the marked rows ready again, so that no row stays blocked behind nothing. A row that waits for a later
+        one of its key, which came to be in flight before it was due, is not marked: it goes on when that one fails.
         """
         order = self.layout.order
         keys = sorted({key for _, key in blocked})
-        fronts: set[str] = set()
+        fronts: dict[str, Any] = {}
         for name, front in (("outbox", order.in_flight), ("outbox", order.blocking), ("dead", order.parking)):
             table = self.tables[name]
-            query = sa.select(table.c[order.key]).where(
+            query = sa.select(table.c[order.key], table.c[self.layout.row]).where(
                 table.c[self.layout.sink] == self.sink, table.c[order.key].in_(keys), front(table.c)
             )
-            fronts.update(db.execute(query.with_for_update(skip_locked=True)).scalars())
-        rows = [row for row, key in blocked if key in fronts]
+            for key, row in db.execute(query.with_for_update(skip_locked=True)):
+                fronts[key] = min(row, fronts.get(key, row))
+        rows = [row for row, key in blocked if key in fronts and fronts[key] < row]
         if not rows:
             return 0
         free = sa.select(self._row).where(self._row.in_(rows), self.layout.ready(self.outbox.c))
@@ -202,8 +205,10 @@ class Transitions:
         if lapsed:
             moved += self._let_go(db, lapsed, max_attempts)
         for query in self._due:
-            due = query.execute(db, {"limit": WAKE_LIMIT}).scalars().all()
-            moved += self._write(db, "promote", [Given(row) for row in due])
+            due: Sequence[Any] = query.execute(db, {"limit": WAKE_LIMIT}).all()
+            moved += self._write(db, "promote", [Given(row) for row, _ in due])
+            # Those marked as blocked behind it return with it: a later one that is not marked would pass them.
+            self.unblock(db, {key for _, key in due if key is not None})
         return moved
 
     def _let_go(self, db: sa.Connection, lapsed: Sequence[Any], max_attempts: int | None) -> int:
@@ -392,13 +397,29 @@ class Transitions:
     def _build_unblock(self) -> sa.Update:
         order, key = self.layout.order, self.outbox.c[self.layout.order.key]
         if self.dialect == "postgresql":
-            chosen = key == sa.any_(sa.bindparam("keys", type_=postgresql.ARRAY(sa.Text)))
-        elif self.dialect == "sqlite":
+            return self._build_unblock_by_lookup()
+        if self.dialect == "sqlite":
             chosen = key.in_(sa.text("SELECT value FROM json_each(:keys)").columns(value=sa.Text))
         else:
             chosen = key.in_(sa.bindparam("keys", expanding=True))
         values = order.unblock.values(self.outbox.c, self._given.c)
         return sa.update(self.outbox).where(self._mine, order.blocked(self.outbox.c), chosen).values(values)
+
+    def _build_unblock_by_lookup(self) -> sa.Update:
+        # Key by key: without statistics PostgreSQL takes blocked rows for few and reads them all.
+        layout, order, other = self.layout, self.layout.order, self.outbox.alias()
+        keys = sa.func.unnest(sa.bindparam("keys", type_=postgresql.ARRAY(sa.Text)))
+        wanted = keys.table_valued(sa.column("key", sa.Text), name="wanted").render_derived()
+        behind = sa.select(other.c[layout.row]).where(
+            other.c[layout.sink] == self.sink, other.c[order.key] == wanted.c.key, order.blocked(other.c)
+        )
+        found = behind.offset(sa.literal_column("0")).lateral("behind")
+        rows = sa.select(found.c[layout.row]).select_from(wanted.join(found, sa.true())).scalar_subquery()
+        chosen = self._row == sa.any_(sa.func.array(rows, type_=postgresql.ARRAY(sa.BigInteger)))
+        # Somebody else may have set it ready meanwhile. As a CASE, so that no index is chosen for it.
+        still = sa.case((order.blocked(self.outbox.c), sa.true()), else_=sa.false())
+        values = order.unblock.values(self.outbox.c, self._given.c)
+        return sa.update(self.outbox).where(chosen, still).values(values)
 
 
 def _as_column(value: Any, name: str) -> ColumnElement[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import sqlalchemy as sa
 
-from pillarbox.errors import ConfigError
+from pillarbox.errors import ConfigError, MissingExtra
 from pillarbox.layouts import Layout, get_layout
 from pillarbox.stores.sql import SqlStore
 
@@ -19,7 +21,8 @@ def parse_store_url(url: str | sa.URL) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError as error:
-        raise ConfigError(f"Store {str(url)!r}: {_EXPECTED}") from error
+        # Not the url itself: what cannot be taken apart may have a password anywhere.
+        raise ConfigError(f"Store: {_EXPECTED}; got something that is no url") from error
     backend = {"postgres": "postgresql"}.get(parsed.get_backend_name(), parsed.get_backend_name())
     if backend not in ("postgresql", "mysql", "mariadb", "sqlite"):
         raise ConfigError(f"Store {parsed.render_as_string(hide_password=True)!r}: {_EXPECTED}")
@@ -42,14 +45,22 @@ def open_store(
     common: dict[str, Any] = {"table": table, "schema": schema, "sink": sink, "retention": retention, **options}
     match parsed.get_backend_name():
         case "postgresql":
-            from pillarbox.stores.postgres import PostgresStore
-
+            with _needs("PostgreSQL", "postgres"):
+                from pillarbox.stores.postgres import PostgresStore
             return PostgresStore(parsed, chosen, **common)
         case "sqlite":
             from pillarbox.stores.sqlite import SqliteStore
 
             return SqliteStore(parsed, chosen, **common)
         case _:
-            from pillarbox.stores.mysql import MySqlStore
-
+            with _needs("MySQL and MariaDB", "mysql"):
+                from pillarbox.stores.mysql import MySqlStore
             return MySqlStore(parsed, chosen, **common)
+
+
+@contextmanager
+def _needs(what: str, extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtra(what, extra) from error

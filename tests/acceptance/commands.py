@@ -46,8 +46,19 @@ def start(*args: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> Done:
-    out, err = process.communicate(timeout=TIMEOUT)
+    try:
+        out, err = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        end(process)
+        raise
     return Done(process.returncode, out, err)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process that a failed test left behind."""
+    if process.poll() is None:
+        process.kill()
+        process.communicate()
 
 
 class Table:
@@ -61,9 +72,12 @@ class Table:
         scheme, rest = url.split("//", 1)
         self.engine = sa.create_engine(f"{driver.get(scheme, scheme)}//{rest}")
         self.outbox = Outbox(sa.MetaData(), table=self.name)
+        self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        return start(*args, "--store", self.url, "--table", self.name, cwd=self.folder, **options)
+        process = start(*args, "--store", self.url, "--table", self.name, cwd=self.folder, **options)
+        self._processes.append(process)
+        return process
 
     def run(self, *args: str, **options: Any) -> Done:
         return finish(self.start(*args, **options))
@@ -110,6 +124,8 @@ class Table:
             return bool(getattr(connection.dialect, "is_mariadb", False))
 
     def drop(self) -> None:
+        for process in self._processes:
+            end(process)
         self.outbox.table.metadata.drop_all(self.engine)
         self.engine.dispose()
 

@@ -318,7 +318,7 @@ class RelayProcess:
         self.log_file = file.parent / f"relay-{uuid4().hex[:8]}.log"
         where = ["--store", database.url, "--sink", f"file:{file}?lock_timeout=60s"]
         paths = {"cwd": file.parent, "out": self.log_file, "err": self.log_file}
-        self.process = launcher.start("relay", *where, *options, **paths)
+        self.process = launcher.start("relay", *where, *options, "-vv", **paths)
 
     @property
     def log(self) -> str:

@@ -336,9 +336,7 @@ class AsyncpgPoolTarget(AsyncpgTarget):
     pool: Any
 
     async def open(self) -> None:
-        self.pool = await asyncpg.create_pool(
-            self.dsn, min_size=1, max_size=1, **zoned("postgresql", "asyncpg")
-        )
+        self.pool = await asyncpg.create_pool(self.dsn, min_size=1, max_size=1, **zoned("postgresql", "asyncpg"))
         self.handle = await self.pool.acquire()
         self.handle.add_query_logger(lambda query: self.sql.append(query.query))
         await self.begin()

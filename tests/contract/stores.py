@@ -10,10 +10,11 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 from uuid import UUID, uuid4
 
 import sqlalchemy as sa
@@ -23,7 +24,7 @@ from pillarbox import Outbox
 from pillarbox.event import DELIVERED, Claim, Event
 from pillarbox.stores import Batch, Filter, Mode, Store
 from pillarbox.stores.sql import SqlStore
-from pillarbox.stores.transitions import LaneShare
+from pillarbox.stores.lanes import LaneShare
 from pillarbox.stores.url import open_store
 from pillarbox.testing import ManualClock, MemoryStore
 from tests.servers import ServerName, server_url
@@ -81,6 +82,7 @@ class Database:
         self.metadata = sa.MetaData()
         self.outbox = Outbox(self.metadata, table=self.table)
         self.metadata.create_all(self.engine)
+        self.built: dict[Any, Any] = {}
 
     def empty(self) -> None:
         with self.engine.begin() as db:
@@ -136,6 +138,23 @@ class AllLanes(LaneShare):
         return limit
 
 
+@contextmanager
+def reuse_statements(built: dict[Any, Any]) -> Iterator[None]:
+    """Let stores of one table share their statements: to build them takes longer than most tests."""
+    build = SqlStore._build
+
+    def reuse(store: SqlStore, dialect: str) -> None:
+        what = (store.sink, store.retention is None, store.layout.lanes)
+        if what not in built:
+            build(store, dialect)
+            store.transitions.share = AllLanes(store.layout.lanes)
+            built[what] = (store.transitions, store.operations)
+        store.transitions, store.operations = built[what]
+
+    with patch.object(SqlStore, "_build", reuse):
+        yield
+
+
 class SqlKit:
     def __init__(self, database: Database, **options: Any) -> None:
         self.database = database
@@ -145,13 +164,12 @@ class SqlKit:
         database.empty()
 
     async def open(self, *, all_lanes: bool = True, **options: Any) -> SqlStore:
-        store = self.make(**options)
+        with reuse_statements(self.database.built) if all_lanes else nullcontext():
+            store = self.make(**options)
         if self.database.backend == "mysql":
             wait_briefly(sync_engine(store))
         await store.open()
         self._stores.append(store)
-        if all_lanes:
-            store.transitions.share = AllLanes(store.layout.lanes)
         engine = sync_engine(store)
         sa.event.listen(engine, "checkout", lambda _, record, __: self._checked_out.add(record))
         sa.event.listen(engine, "checkin", lambda _, record: self._checked_out.discard(record))

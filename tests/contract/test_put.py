@@ -8,7 +8,12 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID
 
+import psycopg
+import pymysql
 import pytest
+import sqlalchemy as sa
+from psycopg.rows import dict_row, scalar_row
+from pymysql.cursors import DictCursor
 from sqlalchemy.orm import Session
 
 from pillarbox import Event, ReceiptPending, TransactionError
@@ -38,9 +43,7 @@ MakeTarget = Callable[[], Awaitable[Target]]
 
 
 @pytest.fixture(params=TARGETS, ids="-".join)
-async def make_target(
-    request: pytest.FixtureRequest, put_databases: GetDatabase
-) -> AsyncIterator[MakeTarget]:
+async def make_target(request: pytest.FixtureRequest, put_databases: GetDatabase) -> AsyncIterator[MakeTarget]:
     """Makes targets of one kind on one database with an empty outbox."""
     kind, driver = TARGETS[request.param]
     database = put_databases(request.param[0])
@@ -384,9 +387,7 @@ async def test_a_target_that_commits_by_itself_is_refused(target: Target, databa
 @pytest.mark.parametrize(
     "make_target", [name for name in TARGETS if name[0] == "postgres"], indirect=True, ids="-".join
 )
-async def test_a_failed_transaction_is_refused_until_it_is_rolled_back(
-    target: Target, database: Database
-) -> None:
+async def test_a_failed_transaction_is_refused_until_it_is_rolled_back(target: Target, database: Database) -> None:
     async def put_and_flush() -> None:
         await target.put(*make_events(1))
         await target.flush()
@@ -400,6 +401,73 @@ async def test_a_failed_transaction_is_refused_until_it_is_rolled_back(
     await target.put(*events)
     await target.commit()
     assert database.ids() == [events[0].id]
+
+
+# -- one database at a time -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DATABASES)
+def test_many_megabytes_are_split_in_order(put_databases: GetDatabase, name: DatabaseName) -> None:
+    database = put_databases(name)
+    events = [Event(f"event.{number}", bytes([number]) * 1024 * 1024) for number in range(9)]
+    sql: list[str] = []
+    with database.engine.begin() as db:
+        sa.event.listen(db, "before_cursor_execute", lambda *args: sql.append(args[2]))
+        assert database.outbox.put(db, *events).new == tuple(events)
+    assert [row["payload"][:2] for row in database.rows()] == [bytes([number] * 2) for number in range(9)]
+    inserts = [text for text in sql if "INSERT INTO" in text]
+    # MySQL and MariaDB take statements of at most 16 MB, in which a byte has two digits.
+    assert len(inserts) == (3 if database.backend == "mysql" else 2)
+
+
+@pytest.mark.parametrize("name", ["postgres", "mariadb", "mysql"])
+def test_a_driver_that_commits_by_itself_is_refused(put_databases: GetDatabase, name: DatabaseName) -> None:
+    database = put_databases(name)
+    engine = sa.create_engine(database.engine.url, connect_args={"autocommit": True})
+    if not hasattr(engine.dialect, "detect_autocommit_setting"):
+        pytest.skip("this version of SQLAlchemy cannot tell")
+    with engine.connect() as db, pytest.raises(TransactionError, match="commits every statement by itself"):
+        database.outbox.put(db, *make_events(1))
+    engine.dispose()
+    assert database.ids() == []
+
+
+def connect_psycopg(database: Database) -> Any:
+    return psycopg.connect(database.url.render_as_string(hide_password=False), row_factory=dict_row)
+
+
+def connect_client_side(database: Database) -> Any:
+    url = database.url.render_as_string(hide_password=False)
+    return psycopg.connect(url, row_factory=scalar_row, cursor_factory=psycopg.ClientCursor)
+
+
+def connect_pymysql(database: Database) -> Any:
+    url = database.url
+    return pymysql.connect(
+        host=url.host,
+        port=url.port or 3306,
+        user=url.username,
+        password=url.password or "",
+        database=url.database,
+        cursorclass=DictCursor,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "connect"),
+    [("postgres", connect_psycopg), ("postgres", connect_client_side), ("mysql", connect_pymysql)],
+)
+def test_a_driver_s_rows_may_be_of_any_kind(
+    put_databases: GetDatabase, name: DatabaseName, connect: Callable[[Database], Any]
+) -> None:
+    database = put_databases(name)
+    connection = connect(database)
+    first, second = make_events(2)
+    assert database.outbox.put(connection, first).new == (first,)
+    assert database.outbox.put(connection, first, second).existing == (first,)
+    connection.commit()
+    connection.close()
+    assert database.ids() == [first.id, second.id]
 
 
 @pytest.mark.parametrize("name", ["mariadb", "mysql"])

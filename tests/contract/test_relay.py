@@ -464,6 +464,7 @@ async def test_retained_rows_are_pruned_when_their_time_is_over(kit: Kit) -> Non
         ({"lease": timedelta(0)}, "lease of at least a second"),
         ({"claim": "grab"}, "'grab'"),
         ({"dead": "bury"}, "'bury'"),
+        ({"poll": timedelta(0)}, "poll above zero"),
     ],
 )
 async def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -107,6 +107,19 @@ async def test_retried_event_comes_before_those_it_blocked(kit: Kit, store: Stor
     assert await deliver(store) == "one two three"
 
 
+@pytest.mark.parametrize("front", ["retried", "lapsed"])
+async def test_later_event_does_not_pass_one_that_was_blocked(kit: Kit, store: Store, front: str) -> None:
+    kit.put(*events("one two", "k"))
+    batch = await claim(store, 1)
+    if front == "retried":
+        await batch.settle([LATER])
+    assert names(await claim(store)) == ""
+    assert (await states(store))["two"] == "blocked"
+    kit.put(event("three", "k"))
+    await kit.pass_time(HOUR + SECOND)
+    assert await deliver(store) == "one two three"
+
+
 async def test_retry_in_a_hold_blocks_later_events_of_its_key(kit: Kit, hold_store: Store) -> None:
     kit.put(event("a1", "a"), event("a2", "a"), event("b1", "b"))
     batch = await claim(hold_store, mode="hold")
@@ -130,6 +143,19 @@ async def test_event_that_waits_after_a_lapse_blocks_its_key(kit: Kit, store: St
     assert names(again) in ("one", "one two")
     await again.settle([DELIVERED] * len(again.claims))
     assert await deliver(store) == ("two" if len(again.claims) == 1 else "")
+
+
+@pytest.mark.parametrize("outcome", [Retry("503", 9 * HOUR), Dead("400")], ids=["retried", "dead"])
+async def test_event_that_came_due_meanwhile_does_not_wait_for_a_later_one_that_failed(
+    kit: Kit, store: Store, outcome: Retry | Dead
+) -> None:
+    kit.put(event("reminder", "k", delay=HOUR), event("next", "k"), event("last", "k"))
+    batch = await claim(store, 1, lease=3 * HOUR)
+    assert names(batch) == "next"
+    await kit.pass_time(HOUR + SECOND)
+    assert names(await claim(store)) == ""
+    await batch.settle([outcome])
+    assert names(await claim(store)) == "reminder"
 
 
 async def test_scheduled_event_that_was_tried_blocks_its_key(kit: Kit, store: Store) -> None:
@@ -296,15 +322,13 @@ async def test_concurrent_claims_are_disjoint_and_share_no_key(kit: Kit, mode: M
         assert own == [f"{key}.{number}" for number in range(10)]
 
 
-async def test_claim_leaves_lanes_to_others(kit: Kit) -> None:
-    if not isinstance(kit, SqlKit):
-        return
+@pytest.mark.needs("server")
+async def test_hold_leaves_lanes_to_others(kit: SqlKit) -> None:
     first, second = await kit.open(all_lanes=False), await kit.open(all_lanes=False)
     kit.put(*many(200, keys=200))
-    mode: Mode = "hold" if "hold" in first.modes else "lease"
-    held = await claim(first, 1000, mode=mode)
+    held = await claim(first, 1000, mode="hold")
     assert 0 < len(held.claims) < 200
-    rest = await claim(second, 1000, mode=mode)
+    rest = await claim(second, 1000, mode="hold")
     assert 0 < len(rest.claims) <= 200 - len(held.claims)
     await held.abandon()
     await rest.abandon()

@@ -293,9 +293,7 @@ def autogenerate(engine: sa.Engine, metadata: sa.MetaData) -> Any:
         return kind != "table" or name in names
 
     with engine.begin() as connection:
-        context = MigrationContext.configure(
-            connection, opts={"include_object": is_ours, "target_metadata": metadata}
-        )
+        context = MigrationContext.configure(connection, opts={"include_object": is_ours, "target_metadata": metadata})
         script = produce_migrations(context, metadata).upgrade_ops
         assert script is not None
         operations = Operations(context)

@@ -37,9 +37,7 @@ class Ear:
         self._heard: list[str] = []
 
     async def listen(self) -> None:
-        await self._connection.add_listener(
-            f"pillarbox.{TABLE}", lambda *args: self._heard.append(str(args[3]))
-        )
+        await self._connection.add_listener(f"pillarbox.{TABLE}", lambda *args: self._heard.append(str(args[3])))
 
     async def heard(self) -> int:
         """How many notifications came since the last time; one of our own closes the count."""

@@ -136,9 +136,7 @@ def test_wrong_usage_exits_with_2(call: Callable[..., Done], args: list[str], ex
 def test_no_store_is_wrong_usage(call: Callable[..., Done]) -> None:
     done = call("status")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(
-        "pillarbox: No store given: use --store URL, PILLARBOX_STORE, or url under [store]"
-    )
+    assert done.err.startswith("pillarbox: No store given: use --store URL, PILLARBOX_STORE, or url under [store]")
 
 
 def test_dry_run_changes_nothing(local: LocalTable) -> None:
@@ -178,9 +176,7 @@ def test_missing_folder_is_refused(call: Callable[..., Done]) -> None:
 def test_missing_event_is_a_failure(local: LocalTable) -> None:
     done = local.run("events", "show", "018f0000-0000-7000-8000-000000000000")
     assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(
-        f"pillarbox: Event 018f0000-0000-7000-8000-000000000000 is not in table '{local.name}'."
-    )
+    assert done.err.startswith(f"pillarbox: Event 018f0000-0000-7000-8000-000000000000 is not in table '{local.name}'.")
 
 
 def test_unknown_key_is_refused(local: LocalTable) -> None:

@@ -35,9 +35,7 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def refuse(
-    path: Path | None, env: dict[str, str] | None = None, overrides: dict[str, object] | None = None
-) -> str:
+def refuse(path: Path | None, env: dict[str, str] | None = None, overrides: dict[str, object] | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(path, env or {}, overrides or {})
     return str(caught.value)
@@ -52,7 +50,7 @@ def test_nothing_given_is_all_defaults() -> None:
     assert config.store == StoreConfig(url=None, layout="pillarbox", table=None, schema=None)
     assert config.relay == RelayConfig(
         batch_size=500,
-        in_flight=2,
+        in_flight=None,
         claim="auto",
         lease=timedelta(seconds=30),
         poll=timedelta(seconds=1),
@@ -177,9 +175,7 @@ def test_command_line_beats_environment_beats_file_beats_default(write: Write) -
         ("PILLARBOX_MAX_PAYLOAD", "10", "outbox", "max_payload", 10),
     ],
 )
-def test_every_variable_overrides_its_key(
-    variable: str, text: str, section: str, key: str, expected: object
-) -> None:
+def test_every_variable_overrides_its_key(variable: str, text: str, section: str, key: str, expected: object) -> None:
     config = load_config(env={variable: text})
     assert getattr(getattr(config, section), key) == expected
 
@@ -252,8 +248,7 @@ def test_default_stands_for_an_empty_variable(write: Write) -> None:
 
 def test_variables_may_hold_numbers_and_switches(write: Write) -> None:
     path = write(
-        '[store]\nnotify = "${N}"\n[relay]\nbatch_size = "${B}"\n'
-        '[retry]\nkind = "linear"\nmax_attempts = "${M}"\n'
+        '[store]\nnotify = "${N}"\n[relay]\nbatch_size = "${B}"\n[retry]\nkind = "linear"\nmax_attempts = "${M}"\n'
     )
     config = load_config(path, {"B": "50", "N": "false", "M": "3"})
     assert (config.relay.batch_size, config.store.notify, config.retry.max_attempts) == (50, False, 3)
@@ -266,8 +261,7 @@ def test_doubled_dollar_is_a_plain_one(write: Write) -> None:
 def test_missing_variable_is_named_with_its_place(write: Write) -> None:
     path = write('[store]\nurl = "postgresql://${DB_HOST}/shop"\n')
     assert refuse(path) == (
-        f"{path}, [store] url: the environment variable DB_HOST is not set. "
-        "Set it, or write ${DB_HOST:-default}"
+        f"{path}, [store] url: the environment variable DB_HOST is not set. Set it, or write ${{DB_HOST:-default}}"
     )
 
 
@@ -348,15 +342,11 @@ def test_value_in_the_place_of_a_table_is_refused(write: Write) -> None:
 
 def test_misspelled_variable_is_refused() -> None:
     message = refuse(None, {"PILLARBOX_BATCHSIZE": "5"})
-    assert message.startswith(
-        "Environment: unknown variable 'PILLARBOX_BATCHSIZE'; expected PILLARBOX_STORE, "
-    )
+    assert message.startswith("Environment: unknown variable 'PILLARBOX_BATCHSIZE'; expected PILLARBOX_STORE, ")
     assert message.endswith("Did you mean 'PILLARBOX_BATCH_SIZE'?")
 
 
-@pytest.mark.parametrize(
-    "name", ["PILLARBOX_TEST_POSTGRES", "PILLARBOX_PORT", "PILLARBOX_STORE_SERVICE_HOST"]
-)
+@pytest.mark.parametrize("name", ["PILLARBOX_TEST_POSTGRES", "PILLARBOX_PORT", "PILLARBOX_STORE_SERVICE_HOST"])
 def test_variables_of_others_with_our_prefix_are_left_alone(name: str) -> None:
     assert load_config(env={name: "x"}).store.url is None
 
@@ -425,9 +415,7 @@ def test_no_secret_is_in_the_representation(write: Write) -> None:
     assert "s3cret" not in repr(load_config(path, {}))
 
 
-@pytest.mark.parametrize(
-    "url", ["postgresql:/me:s3cret@db/shop", "oracle://me:s3cret@db/shop", "me:s3cret@db"]
-)
+@pytest.mark.parametrize("url", ["postgresql:/me:s3cret@db/shop", "oracle://me:s3cret@db/shop", "me:s3cret@db"])
 def test_url_of_the_store_is_masked_when_refused(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(env={}, overrides={"store.url": url}).open_store()
@@ -440,9 +428,7 @@ def test_url_of_the_store_is_masked_when_refused(url: str) -> None:
 
 
 def test_store_and_sink_must_be_given() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^No store: give --store, PILLARBOX_STORE, or url under \[store\]"
-    ):
+    with pytest.raises(ConfigError, match=r"^No store: give --store, PILLARBOX_STORE, or url under \[store\]"):
         Config().open_store()
     with pytest.raises(ConfigError, match=r"^No sink: give --sink, PILLARBOX_SINK, or url under \[sink\]"):
         Config().open_sink()
@@ -484,8 +470,6 @@ def test_unknown_sink_option_is_refused(write: Write) -> None:
 
 
 def test_outbox_is_made_from_the_same_settings() -> None:
-    config = load_config(
-        env={}, overrides={"store.table": "sales.events", "store.lanes": 8, "outbox.max_payload": 10}
-    )
+    config = load_config(env={}, overrides={"store.table": "sales.events", "store.lanes": 8, "outbox.max_payload": 10})
     outbox = config.make_outbox(sa.MetaData())
     assert (outbox.table.fullname, outbox.layout.lanes, outbox.max_payload) == ("sales.events", 8, 10)

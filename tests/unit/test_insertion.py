@@ -80,23 +80,21 @@ def test_sqlite_s_limits_hold_for_the_longest_rows() -> None:
 
 
 def test_postgres_gets_arrays_of_the_columns_that_are_used() -> None:
-    [bare] = prepare("asyncpg", Event("a", b"1", key="k"), Event("b", b"2"))
-    assert bare.params[1:] == (
-        ["a", "b"],
-        ["a", "b"],
-        ["k", None],
-        [b"1", b"2"],
-        ["application/octet-stream"] * 2,
-        bare.params[6],
-    )
-    assert "headers" not in bare.sql
-    assert "dedup_key" not in bare.sql
-    [full] = prepare(
-        "asyncpg", Event("a", b"1"), Event("b", b"2", source="s", headers={"h": 1}, dedup_key="d")
-    )
-    assert ["s" in column for column in full.params if column == [None, "s"]] == [True]
-    assert [None, '{"h":1}'] in full.params
-    assert [None, "d"] in full.params
+    first, second = Event("a", b"1", key="k"), Event("b", b"2", topic="t")
+    [bare] = prepare("asyncpg", first, second)
+    binary = "application/octet-stream"
+    ids = [first.id, second.id]
+    assert bare.params[:6] == (ids, ["a", "b"], ["a", "t"], ["k", None], [b"1", b"2"], [binary, binary])
+    assert len(bare.params) == 7  # the lanes
+    [full] = prepare("asyncpg", first, Event("b", b"2", source="s", headers={"h": 1}, dedup_key="d"))
+    assert all(array in full.params for array in ([None, "s"], [None, '{"h":1}'], [None, "d"]))
+
+
+def test_postgres_gets_plain_values_for_one_event() -> None:
+    event = Event("a", b"1", key="k", dedup_key="d")
+    [prepared] = prepare("asyncpg", event)
+    assert prepared.params == (event.id, "a", "a", "k", b"1", "application/octet-stream", 29, "d")
+    assert "unnest" not in prepared.sql
 
 
 def test_postgres_has_few_statements_whatever_the_events_use() -> None:
@@ -125,7 +123,7 @@ def test_psycopg_gets_binary_parameters() -> None:
 def test_psycopg2_gets_ids_as_text() -> None:
     event = Event("a", {}, id=UUID("0190d0a1-0000-7000-8000-00000000abcd"))
     [prepared] = prepare("psycopg2", event)
-    assert prepared.params["id"] == ["0190d0a1-0000-7000-8000-00000000abcd"]
+    assert prepared.params["id"] == "0190d0a1-0000-7000-8000-00000000abcd"
 
 
 def test_only_postgres_is_told_to_notify() -> None:

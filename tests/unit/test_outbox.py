@@ -76,9 +76,7 @@ def test_a_second_outbox_on_the_same_tables_uses_them(schema: str | None) -> Non
 def test_a_table_that_is_no_outbox_is_not_taken_for_one() -> None:
     metadata = sa.MetaData()
     sa.Table("outbox", metadata, sa.Column("id", sa.Integer, primary_key=True))
-    with pytest.raises(
-        LayoutError, match="'outbox': the metadata has a table of this name that is not an outbox"
-    ):
+    with pytest.raises(LayoutError, match="'outbox': the metadata has a table of this name that is not an outbox"):
         Outbox(metadata)
 
 
@@ -120,9 +118,7 @@ def test_a_payload_above_the_limit_is_refused_before_any_sql(engine: sa.Engine, 
         if size <= 100:
             outbox.put(db, *events)
         else:
-            with pytest.raises(
-                PayloadTooLarge, match=r"'large' \(.*\): its payload has 101 bytes, at most 100"
-            ):
+            with pytest.raises(PayloadTooLarge, match=r"'large' \(.*\): its payload has 101 bytes, at most 100"):
                 outbox.put(db, *events)
         assert stored(db, "type") == (["small", "large"] if size <= 100 else [])
 
@@ -136,9 +132,7 @@ def test_the_default_limit_is_a_megabyte(engine: sa.Engine, outbox: Outbox) -> N
 
 def test_what_is_not_an_event_is_refused(engine: sa.Engine, outbox: Outbox) -> None:
     with engine.begin() as db:
-        with pytest.raises(
-            TypeError, match=r"expected Event objects, got \[.*\. Unpack it: put\(…, \*events\)"
-        ):
+        with pytest.raises(TypeError, match=r"expected Event objects, got \[.*\. Unpack it: put\(…, \*events\)"):
             outbox.put(db, [Event("a", {})])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"expected Event objects, got 7$"):
             outbox.put(db, Event("a", {}), 7)  # type: ignore[arg-type]
@@ -155,9 +149,7 @@ def test_one_id_twice_in_a_put_is_refused(engine: sa.Engine, outbox: Outbox) -> 
 def test_other_targets_are_named_in_the_error(engine: sa.Engine, outbox: Outbox, target: str | None) -> None:
     raw = sqlite3.connect(":memory:")
     given = {"engine": engine, "maker": Session, "cursor": raw.cursor()}.get(target or "")
-    with pytest.raises(
-        TypeError, match=r"put: expected a SQLAlchemy Session, .*; got .* use put_async\(\)\."
-    ):
+    with pytest.raises(TypeError, match=r"put: expected a SQLAlchemy Session, .*; got .* use put_async\(\)\."):
         outbox.put(given)
     raw.close()
 
@@ -178,9 +170,7 @@ def test_an_ended_transaction_is_refused(engine: sa.Engine, outbox: Outbox) -> N
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("where", ["engine", "options", "connection"])
-def test_autocommit_is_refused_also_before_a_transaction_began(
-    outbox: Outbox, where: str, begun: bool
-) -> None:
+def test_autocommit_is_refused_also_before_a_transaction_began(outbox: Outbox, where: str, begun: bool) -> None:
     engine = sa.create_engine("sqlite://", **({"isolation_level": "AUTOCOMMIT"} if where == "engine" else {}))
     if where == "options":
         engine = engine.execution_options(isolation_level="AUTOCOMMIT")
@@ -211,9 +201,7 @@ def test_a_connection_may_leave_autocommit_again(engine: sa.Engine, outbox: Outb
 def test_a_driver_s_rows_may_be_of_any_kind(outbox: Outbox) -> None:
     connection = sqlite3.connect(":memory:")
     for table in outbox.tables.values():
-        connection.execute(
-            str(sa.schema.CreateTable(table).compile(dialect=sa.create_engine("sqlite://").dialect))
-        )
+        connection.execute(str(sa.schema.CreateTable(table).compile(dialect=sa.create_engine("sqlite://").dialect)))
     connection.execute("CREATE UNIQUE INDEX unique_id ON outbox (id)")
     connection.row_factory = lambda cursor, row: {"row": row}
     connection.text_factory = bytes
@@ -241,9 +229,7 @@ def headers(db: sa.Connection) -> list[Any]:
     return [None if text is None else json.loads(text) for text in stored(db, "headers")]
 
 
-def test_the_span_of_the_put_is_stored_also_when_the_flush_comes_later(
-    engine: sa.Engine, outbox: Outbox
-) -> None:
+def test_the_span_of_the_put_is_stored_also_when_the_flush_comes_later(engine: sa.Engine, outbox: Outbox) -> None:
     tracer = TracerProvider().get_tracer("test")
     own = {"traceparent": "00-11111111111111111111111111111111-2222222222222222-01"}
     with Session(engine) as session:
@@ -287,9 +273,7 @@ with engine.begin() as db:
     outbox.put(db, Event("b", {{}}))
     print(db.exec_driver_sql("SELECT type, headers FROM outbox").all())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout, done.stderr) == ("[('a', None), ('b', None)]\n", "")
 
 

@@ -140,9 +140,7 @@ async def test_missing_table_is_added_to_the_others(path: Path, db: sqlite3.Conn
     assert sorted(list_tables(db)) == sorted(TABLES)
 
 
-async def test_table_that_lacks_columns_is_refused_and_nothing_is_created(
-    path: Path, db: sqlite3.Connection
-) -> None:
+async def test_table_that_lacks_columns_is_refused_and_nothing_is_created(path: Path, db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE outbox_lanes (lane SMALLINT)")
     with pytest.raises(SchemaError) as caught:
         await create(f"sqlite:///{path}")
@@ -155,9 +153,7 @@ async def test_table_that_lacks_columns_is_refused_and_nothing_is_created(
 
 async def test_every_missing_column_is_listed_with_its_type(path: Path, db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE outbox_audit (number INTEGER, at DATETIME, actor VARCHAR(255))")
-    with pytest.raises(
-        SchemaError, match=r"lacks columns 'action' \(varchar\(50\)\), 'detail' \(json\), 'events' "
-    ):
+    with pytest.raises(SchemaError, match=r"lacks columns 'action' \(varchar\(50\)\), 'detail' \(json\), 'events' "):
         await create(f"sqlite:///{path}")
 
 
