@@ -62,14 +62,13 @@ async def run_bare(statements: list[Statement], mode: Mode, count: int) -> float
             await transaction.commit()
             break
         if lease is not None and unblock is not None:
-            await connection.fetch(lease[0], *(_resize(value, rows) for value in lease[1]))
+            await connection.fetch(lease[0], *_filled(lease, rows))
             await transaction.commit()
             transaction = connection.transaction()
             await transaction.start()
-            await connection.fetch(settle[0], *(_resize(value, rows) for value in _fenced(settle, lease)))
-            await connection.fetch(unblock[0], *(_keys(value, rows) for value in unblock[1]))
-        else:
-            await connection.fetch(settle[0], *(_resize(value, rows) for value in settle[1]))
+        await connection.fetch(settle[0], *_filled(settle, rows))
+        if unblock is not None:
+            await connection.fetch(unblock[0], *_filled(unblock, rows))
         await transaction.commit()
         done += len(rows)
     elapsed = time.perf_counter() - started
@@ -77,25 +76,15 @@ async def run_bare(statements: list[Statement], mode: Mode, count: int) -> float
     return done / elapsed
 
 
-def _resize(value: Any, rows: list[Any]) -> Any:
-    if not isinstance(value, list):
-        return value
-    if value and isinstance(value[0], int) and not isinstance(value[0], bool) and value[0] > 1:
-        return [row[0] for row in rows]
-    return (value * 2)[:1] * len(rows)
+def _filled(statement: Statement, rows: list[Any]) -> list[Any]:
+    """The recorded parameters with this batch's rows or keys in place of the recorded ones."""
 
+    def fill_in(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return list({row[1] for row in rows}) if value and isinstance(value[0], str) else [row[0] for row in rows]
 
-def _fenced(settle: Statement, lease: Statement) -> tuple[Any, ...]:
-    lists = [value for value in lease[1] if isinstance(value, list)]
-    fences = next(value for value in lists if not isinstance(value[0], int | float | None))
-    return tuple(
-        fences if isinstance(value, list) and value and type(value[0]) is type(fences[0]) else value
-        for value in settle[1]
-    )
-
-
-def _keys(value: Any, rows: list[Any]) -> Any:
-    return list({row[1] for row in rows}) if isinstance(value, list) else value
+    return [fill_in(value) for value in statement[1]]
 
 
 async def relay_rate(outbox: Outbox, mode: Mode, count: int) -> float:

@@ -43,14 +43,14 @@ class Prepared(NamedTuple):
     ids: Sequence[UUID]
     lookup: tuple[str, Any] | None = None
     is_counted: bool = False
-    """Whether the result is a count of the new rows, with their ids only when some are missing."""
+    """Whether the result is one row, with the new ids only when some of the events are not among them."""
 
     def existing(self, rows: Sequence[Any]) -> list[int]:
         """The positions of the events that were not written, from the rows of the result."""
         if self.is_counted:
-            if rows[0][1] is None:
+            if rows[0][0] is None:
                 return []
-            rows = [(row_id,) for row_id in rows[0][1]]
+            rows = [(row_id,) for row_id in rows[0][0]]
         elif len(rows) == len(self.ids):
             return []
         new = {_as_uuid(row[0]) for row in rows}
@@ -138,7 +138,7 @@ class _ArrayInsertion(Insertion):
         if statement is None:
             statement = statements[names] = self._compile(names, is_single)
         values = {name: array[0] for name, array in arrays.items()} if is_single else arrays
-        return Prepared(statement.sql, statement.bind(values), ids, is_counted=True)
+        return Prepared(statement.sql, statement.bind(values), ids, is_counted=not is_single)
 
     def _compile(self, names: Sequence[str], is_single: bool) -> _Compiled:
         compiled = _compile(self._build(names, is_single), self._dialect)
@@ -150,7 +150,7 @@ class _ArrayInsertion(Insertion):
             sql = sql.replace(f"%({name})s", f"%({name})b")
         return compiled._replace(sql=sql)
 
-    def _build(self, names: Sequence[str], is_single: bool) -> sa.Select[Any]:
+    def _build(self, names: Sequence[str], is_single: bool) -> Any:
         layout = self._layout
         given = _given(names, is_single).columns(*(sa.column(name) for name in names)).subquery("given").c
         columns: dict[str, Any] = {layout.fields[name]: given[name] for name in names if name in layout.fields}
@@ -163,24 +163,20 @@ class _ArrayInsertion(Insertion):
         columns |= layout.put(due)
         source = sa.select(*(_element(value).label(name) for name, value in columns.items()))
         row_id = self._table.c[layout.fields["id"]]
-        put = (
-            postgresql.insert(self._table)
-            .from_select(list(columns), source)
-            .on_conflict_do_nothing()
-            .returning(row_id)
-            .cte("put")
-        )
+        insert = postgresql.insert(self._table).from_select(list(columns), source).on_conflict_do_nothing()
+        channel: ColumnElement[str] = sa.literal_column(_quote(self._channel))
+        told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
+        if is_single:
+            return insert.returning(row_id, *([told] if self._notify else []))
+        put = insert.returning(row_id).cte("put")
         count = sa.func.count()
         # The ids go back only when some of them were there before.
-        size = "1" if is_single else "cardinality(CAST(:id AS UUID[]))"
-        missing = count < sa.text(size)
+        missing = count < sa.func.cardinality(sa.text("CAST(:id AS UUID[])"))
         found = sa.func.coalesce(
             sa.func.array_agg(sa.cast(put.c[row_id.name], sa.Text)), sa.text("CAST('{}' AS TEXT[])")
         )
-        result = [count, sa.case((missing, found))]
+        result = [sa.case((missing, found))]
         if self._notify:
-            channel: ColumnElement[str] = sa.literal_column(_quote(self._channel))
-            told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
             result.append(sa.case((count > sa.literal_column("0"), told)))
         return sa.select(*result).select_from(put)
 

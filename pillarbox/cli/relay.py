@@ -30,7 +30,7 @@ from pillarbox.cli.options import (
 )
 from pillarbox.cli.output import counts_to_json, describe_counts, print_json
 from pillarbox.config import Config
-from pillarbox.errors import PillarboxError, SinkUnavailable, StoreUnavailable
+from pillarbox.errors import SinkUnavailable, StoreUnavailable
 from pillarbox.event import Outcome
 from pillarbox.hooks import Hook
 from pillarbox.relay import Relay
@@ -70,7 +70,9 @@ def relay(
     ] = None,
     drain: Annotated[bool, typer.Option("--drain", help="Exit when nothing can be claimed now.")] = False,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Events a batch (500).")] = None,
-    in_flight: Annotated[int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2; SQLite 1).")] = None,
+    in_flight: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2; SQLite 1).")
+    ] = None,
     claim: Annotated[
         ClaimBy | None, typer.Option(help="Hold rows locked, lease them, or as the sink allows (auto).")
     ] = None,
@@ -159,13 +161,10 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Counts | None]:
 async def _open(relay: Relay, *, drains: bool) -> None:
     try:
         await relay.open()
-    except PillarboxError as error:
+    except StoreUnavailable:
         # A relay that runs on says itself that the store is down, and tries again until it is back.
-        if isinstance(error, StoreUnavailable) and not drains:
-            return
-        # A relay that is not open does not close its store.
-        await relay.store.close()
-        raise
+        if drains:
+            raise
 
 
 def _describe_start(config: Config, store: SqlStore, sink: Sink, *, drains: bool) -> str:

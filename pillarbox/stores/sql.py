@@ -157,7 +157,11 @@ class SqlStore(ABC):
             batch, blocked = LeaseBatch(self, taken, is_full=taken.is_full), taken.blocked
         marked = 0
         if blocked and not is_prefetch:
-            marked = await self.run(lambda db: self.transitions.block(db, blocked))
+            try:
+                marked = await self.run(lambda db: self.transitions.block(db, blocked))
+            except BaseException:  # nobody would ever settle the claims
+                await batch.abandon()
+                raise
         batch.is_full = batch.is_full and bool(batch.claims or marked)
         return batch
 

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from tests.acceptance.launcher import Command, Launcher, clean_env
 from tests.servers import ROOT
 
 TIMEOUT = 60
+IMPORTED = (
+    *("pillarbox.cli", "pillarbox.stores.postgres", "pillarbox.stores.sqlite"),
+    *("rich.console", "rich.table", "sqlalchemy.ext.asyncio", "sqlalchemy.orm"),
+)
 
 
 class Terminal(Launcher):
@@ -47,15 +52,8 @@ class Terminal(Launcher):
 
 
 def _serve() -> None:
-    import rich.console
-    import rich.table
-    import sqlalchemy.ext.asyncio
-    import sqlalchemy.orm
-
-    import pillarbox.cli
-    import pillarbox.stores.postgres
-    import pillarbox.stores.sqlite  # noqa: F401  only so that no child has to
-
+    for name in IMPORTED:
+        import_module(name)
     for line in sys.stdin.buffer:
         request = orjson.loads(line)
         answer = _poll(request["poll"]) if "poll" in request else _fork(request)

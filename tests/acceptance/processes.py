@@ -100,8 +100,7 @@ class Database:
         queries = {
             "postgresql": "SELECT pid FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()",
-            "mysql": "SELECT id FROM information_schema.processlist "
-            "WHERE db = DATABASE() AND id <> CONNECTION_ID()",
+            "mysql": "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID()",
         }
         if self.backend not in queries:
             return []
@@ -155,15 +154,11 @@ def temporary_database(name: str, folder: Path) -> Iterator[Database]:
     pooler = sa.make_url(server_url("pgbouncer")) if name == "pgbouncer" else None
     chosen = f"acceptance_{uuid4().hex[:12]}"
     driver = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql"}[server.get_backend_name()]
-    engine = sa.create_engine(
-        server.set(drivername=driver), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT"
-    )
+    engine = sa.create_engine(server.set(drivername=driver), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
     with engine.connect() as db:
         db.exec_driver_sql(f"CREATE DATABASE {chosen}")
     try:
-        yield Database(
-            server.set(database=chosen), relay_url=None if pooler is None else pooler.set(database=chosen)
-        )
+        yield Database(server.set(database=chosen), relay_url=None if pooler is None else pooler.set(database=chosen))
     finally:
         with engine.connect() as db:
             force = " WITH (FORCE)" if driver.startswith("postgresql") else ""
@@ -181,9 +176,7 @@ class Writers:
     of their events are not in the relays' file yet.
     """
 
-    def __init__(
-        self, database: Database, file: Path, *, threads: int = 3, keys: int = 40, ahead: int = 600
-    ) -> None:
+    def __init__(self, database: Database, file: Path, *, threads: int = 3, keys: int = 40, ahead: int = 600) -> None:
         self.committed: dict[str, tuple[str | None, int]] = {}
         self.rolled_back: set[str] = set()
         self._database = database
@@ -193,8 +186,7 @@ class Writers:
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(number,), name=f"writer-{number}")
-            for number in range(threads)
+            threading.Thread(target=self._run, args=(number,), name=f"writer-{number}") for number in range(threads)
         ]
         names = [{"name": f"key-{number}", "number": 0} for number in range(keys)]
         with database.engine.begin() as db:
@@ -280,9 +272,7 @@ def judge(lines: Sequence[dict[str, Any]], writers: Writers) -> None:
         if key is not None:
             numbers.setdefault(key, []).append(number)
     wrong = {key: found for key, found in numbers.items() if found != sorted(found)}
-    assert not wrong, (
-        f"{len(wrong)} keys were delivered out of order, for example {next(iter(wrong.items()))}"
-    )
+    assert not wrong, f"{len(wrong)} keys were delivered out of order, for example {next(iter(wrong.items()))}"
 
 
 def count_delivered(path: Path) -> int:
@@ -325,9 +315,7 @@ class RelayProcess:
         return self.log_file.read_text() if self.log_file.exists() else ""
 
     def wait_for_log(self, text: str, *, times: int = 1) -> None:
-        until(
-            lambda: self.log.count(text) >= times or self._is_gone(), f"{text!r} in the log {self.log_file}"
-        )
+        until(lambda: self.log.count(text) >= times or self._is_gone(), f"{text!r} in the log {self.log_file}")
         assert self.log.count(text) >= times, f"the relay ended: {self.log}"
 
     def wait_for_start(self) -> None:

@@ -212,7 +212,8 @@ def test_event_that_kills_its_relay_dies_alone(
     relay.kill()
     relay.join()
     assert database.dead() == ["poison"]
-    assert deaths == 3
+    # A relay that dies in a hold has counted nothing; the next one starts with leases.
+    assert deaths == 3 if mode == "lease" else 3 <= deaths <= 4
     first = list(dict.fromkeys(line["type"] for line in read_lines(file)))
     assert set(first) == {str(number) for number in range(40)} - set(waiting)
     for number in range(20, 39):

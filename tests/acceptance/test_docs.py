@@ -20,7 +20,9 @@ import pillarbox.errors
 import pillarbox.testing
 from benchmarks.__main__ import BENCHMARKS
 from pillarbox.cli import app
+from pillarbox.cli.demo import _print_report as print_report
 from pillarbox.config import VARIABLES, OutboxConfig, RelayConfig, SinkConfig, StoreConfig, load_config
+from pillarbox.demo.run import Report
 from tests.acceptance.docs_launcher import Terminal
 from tests.acceptance.docs_pages import (
     LANGUAGES,
@@ -62,9 +64,7 @@ def test_page_does_what_it_says(
 ) -> None:
     blocks = read_blocks(page)
     with ExitStack() as stack:
-        urls = {
-            f"{server.upper()}_URL": stack.enter_context(own_database(server)) for server in list_servers(blocks)
-        }
+        urls = {f"{server.upper()}_URL": stack.enter_context(own_database(server)) for server in list_servers(blocks)}
         monkeypatch.chdir(tmp_path)
         for name, url in urls.items():
             monkeypatch.setenv(name, url)
@@ -250,6 +250,30 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_first_screen_is_one_screen() -> None:
     before, _, _ = (ROOT / "README.md").read_text().partition("\n## ")
     assert len(before.splitlines()) <= 45
+
+
+def test_demo_in_the_readme_is_what_the_demo_prints_today(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(
+        committed=9,
+        rolled_back=1,
+        delivered=9,
+        delivered_twice=0,
+        waiting=0,
+        lost=0,
+        rolled_back_delivered=0,
+        out_of_order=0,
+        relay_kills=2,
+        seconds=1.5,
+        latency_p50=1.5,
+        latency_p99=1.5,
+    )
+    print_report(report)
+    (shown,) = [block for block in read_blocks(ROOT / "README.md") if "relay killed" in block.text]
+    assert _without_numbers(capsys.readouterr().out) in _without_numbers(shown.text)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d[\d,.]*( ms| s)?", "#", normalize(text))
 
 
 # -- this can fail -----------------------------------------------------------------------------------------

@@ -118,9 +118,7 @@ def test_relays_that_are_killed_and_stopped_lose_nothing(
 
 
 @on(*DATABASES)
-def test_relay_that_lost_its_lease_changes_nothing(
-    database: Database, start_relay: StartRelay, tmp_path: Path
-) -> None:
+def test_relay_that_lost_its_lease_changes_nothing(database: Database, start_relay: StartRelay, tmp_path: Path) -> None:
     late_file, file = tmp_path / "late.jsonl", tmp_path / "delivered.jsonl"
     database.put(*steps(3, "a"))
     with locked(late_file):
@@ -149,9 +147,7 @@ def _is_taken_over(database: Database, lost: list[tuple[object, ...]]) -> bool:
 
 
 @on("pgbouncer")
-def test_two_relays_deliver_through_a_pooler(
-    database: Database, start_relay: StartRelay, tmp_path: Path
-) -> None:
+def test_two_relays_deliver_through_a_pooler(database: Database, start_relay: StartRelay, tmp_path: Path) -> None:
     file = tmp_path / "delivered.jsonl"
     relays = [start_relay(database, "--batch-size", "20") for _ in range(2)]
     with Writers(database, file, ahead=200) as writers:
@@ -331,9 +327,7 @@ def _more_steps(database: Database, writers: Writers) -> list[Event]:
         db.execute(sa.update(database.counters).values(number=database.counters.c.number + 1))
         numbers = db.execute(sa.select(database.counters.c.name, database.counters.c.number)).all()
     events = [Event("stepped", {"number": number}, key=key) for key, number in numbers]
-    writers.committed |= {
-        str(event.id): (key, number) for event, (key, number) in zip(events, numbers, strict=True)
-    }
+    writers.committed |= {str(event.id): (key, number) for event, (key, number) in zip(events, numbers, strict=True)}
     return events
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pillarbox.errors import StoreUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Dead, Event, Retry
 from pillarbox.stores import Batch, Filter, Mode, Settlement, Store
 from tests.contract.stores import (
@@ -332,6 +333,24 @@ async def test_hold_leaves_lanes_to_others(kit: SqlKit) -> None:
     assert 0 < len(rest.claims) <= 200 - len(held.claims)
     await held.abandon()
     await rest.abandon()
+
+
+@pytest.mark.needs("sql")
+async def test_claim_that_fails_midway_gives_back_what_it_took(
+    kit: SqlKit, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await kit.open()
+    kit.put(event("a1", "a"), event("a2", "a"), event("b1", "b"))
+    await fail_first(store, LATER)
+
+    def fail(*_: Any) -> int:
+        raise StoreUnavailable("the server is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.transitions, "block", fail)
+        with pytest.raises(StoreUnavailable):
+            await claim(store, mode=mode)
+    assert names(await claim(await kit.open())) == "b1"
 
 
 @pytest.mark.needs("server")
