@@ -54,7 +54,8 @@ async def main() -> None:
 
     progress = Progress(wanted=2)
     retry = Constant(timedelta(milliseconds=100), max_attempts=5)
-    async with Relay(outbox.store("sqlite:///mails.db"), CallableSink(send_mail), retry=retry, hook=progress) as relay:
+    store, sink = outbox.store("sqlite:///mails.db"), CallableSink(send_mail)
+    async with Relay(store, sink, retry=retry, hook=progress) as relay:
         running = asyncio.create_task(relay.run())
         await progress.is_done.wait()  # an application would serve requests here
         relay.stop()

@@ -57,7 +57,8 @@ def main() -> None:
     subprocess.run([*relay, "--store", "sqlite:///shop.db", "--sink", "file:events.jsonl"], check=True)
 
     orders = [json.loads(line)["payload"] for line in Path("events.jsonl").read_text().splitlines()]
-    print("delivered to events.jsonl:", ", ".join(f"{order['customer']} {order['total']}" for order in orders))
+    shown = ", ".join(f"{order['customer']} {order['total']}" for order in orders)
+    print("delivered to events.jsonl:", shown)
 
 
 if __name__ == "__main__":

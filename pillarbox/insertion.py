@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
@@ -114,31 +113,46 @@ class _ArrayInsertion(Insertion):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         fields = self._layout.fields
-        self._groups = [[name for name in group if name in fields or name == "delay"] for group in _OPTIONAL_GROUPS]
+        self._always = [(name, get) for name, get in _ALWAYS.items() if name in fields]
+        self._groups = [
+            [(name, _read(name)) for name in group if name in fields or name == "delay"] for group in _OPTIONAL_GROUPS
+        ]
         self._statements: dict[tuple[str, ...], _Compiled] = {}
         self._singles: dict[tuple[str, ...], _Compiled] = {}
         self._keeps_uuid = self._dialect.driver in ("asyncpg", "psycopg", "psycopg_async")
         self._is_binary = self._dialect.driver in ("psycopg", "psycopg_async")
 
     def _prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared:
+        if len(events) == 1:
+            return self._prepare_one(events[0], headers[0])
         ids = [event.id for event in events]
-        arrays: dict[str, Sequence[Any]] = {
-            name: list(map(get, events)) for name, get in _ALWAYS.items() if name in self._layout.fields
-        }
+        arrays: dict[str, Sequence[Any]] = {name: list(map(get, events)) for name, get in self._always}
         arrays["id"] = ids if self._keeps_uuid else list(map(str, ids))
         arrays["lane"] = self._lanes(events)
         for group in self._groups:
-            found = {name: _OPTIONAL[name](events) if name != "headers" else headers for name in group}
+            found = {name: headers if name == "headers" else list(map(get, events)) for name, get in group}
             if any(values.count(None) < len(ids) for values in found.values()):
                 arrays |= found
-        names = tuple(arrays)
-        is_single = len(ids) == 1
+        statement = self._statement(tuple(arrays), is_single=False)
+        return Prepared(statement.sql, statement.bind(arrays), ids, is_counted=True)
+
+    def _prepare_one(self, event: Event, headers: str | None) -> Prepared:
+        values: dict[str, Any] = {name: get(event) for name, get in self._always}
+        values["id"] = event.id if self._keeps_uuid else str(event.id)
+        [values["lane"]] = self._lanes([event])
+        for group in self._groups:
+            found = {name: headers if name == "headers" else get(event) for name, get in group}
+            if any(value is not None for value in found.values()):
+                values |= found
+        statement = self._statement(tuple(values), is_single=True)
+        return Prepared(statement.sql, statement.bind(values), [event.id])
+
+    def _statement(self, names: tuple[str, ...], *, is_single: bool) -> _Compiled:
         statements = self._singles if is_single else self._statements
         statement = statements.get(names)
         if statement is None:
             statement = statements[names] = self._compile(names, is_single)
-        values = {name: array[0] for name, array in arrays.items()} if is_single else arrays
-        return Prepared(statement.sql, statement.bind(values), ids, is_counted=not is_single)
+        return statement
 
     def _compile(self, names: Sequence[str], is_single: bool) -> _Compiled:
         compiled = _compile(self._build(names, is_single), self._dialect)
@@ -166,8 +180,8 @@ class _ArrayInsertion(Insertion):
         insert = postgresql.insert(self._table).from_select(list(columns), source).on_conflict_do_nothing()
         channel: ColumnElement[str] = sa.literal_column(_quote(self._channel))
         told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
-        if is_single:
-            return insert.returning(row_id, *([told] if self._notify else []))
+        if is_single:  # a row that returns says it all
+            return insert.returning(told if self._notify else row_id)
         put = insert.returning(row_id).cte("put")
         count = sa.func.count()
         # The ids go back only when some of them were there before.
@@ -306,16 +320,14 @@ _OPTIONAL_GROUPS = (
 )
 
 
-def _read(name: str) -> Callable[[Sequence[Event]], list[Any]]:
-    get = attrgetter(name)
-    return lambda events: list(map(get, events))
+def _read(name: str) -> Callable[[Event], Any]:
+    return _read_delay if name == "delay" else attrgetter(name)
 
 
-def _read_delay(events: Sequence[Event]) -> list[float | None]:
-    return [None if event.delay is None else event.delay.total_seconds() for event in events]
+def _read_delay(event: Event) -> float | None:
+    return None if event.delay is None else event.delay.total_seconds()
 
 
-_OPTIONAL = {name: _read(name) for name in chain(*_OPTIONAL_GROUPS)} | {"delay": _read_delay}
 _TYPES = {
     "id": "UUID",
     "payload": "BYTEA",

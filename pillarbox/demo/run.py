@@ -38,9 +38,9 @@ PACE: Final = 300
 RUSH: Final = 9.0
 # In seconds since the start, for machines that have more to do than this; they place fewer orders.
 LONGEST_RUSH: Final = 12.0
-LAST_KILL: Final = 14.0
-LONGEST_RUN: Final = 24.0
-LONGEST_START: Final = 10.0
+LAST_KILL: Final = 16.0
+LONGEST_RUN: Final = 26.0
+LONGEST_START: Final = 20.0
 LONGEST_STOP: Final = 2
 READ_EVERY: Final = 0.005
 LOOK_EVERY: Final = 0.1

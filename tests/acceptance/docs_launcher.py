@@ -1,7 +1,7 @@
 """Runs what a page tells its reader to run: `pillarbox …` and `python …`, each in a process of its own.
 
-As `launcher` does for the command line, a process that has imported everything forks for each command, because a page
-full of commands would else spend its time on imports.
+As `launcher` does for the command line, a process that has imported everything forks for each command:
+a page full of commands would else spend its time on imports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Terminal(Launcher):
     def type(self, command: str, *, cwd: Path, env: dict[str, str]) -> str:
         """Run a command line until it ends; what it prints, on standard output and standard error."""
         program, *args = shlex.split(command)
-        assert program in ("pillarbox", "python"), f"expected a command of pillarbox or python, got {command!r}"
+        assert program in ("pillarbox", "python"), f"expected pillarbox or python, got {command!r}"
         out = cwd / ".printed"
         out.unlink(missing_ok=True)
         pid = self.ask({"program": program, "args": args, "cwd": str(cwd), "env": env, "out": str(out)})

@@ -202,13 +202,13 @@ def own_database(server: ServerName) -> Iterator[str]:
     drivername = DRIVERS[url.get_backend_name()]
     engine = sa.create_engine(direct.set(drivername=drivername), isolation_level="AUTOCOMMIT")
     force = " WITH (FORCE)" if url.get_backend_name() == "postgresql" else ""
+    with engine.connect() as db:
+        db.exec_driver_sql(f"CREATE DATABASE {name}")
     try:
-        with engine.connect() as db:
-            db.exec_driver_sql(f"CREATE DATABASE {name}")
         yield url.set(database=name).render_as_string(hide_password=False)
+    finally:
         with engine.connect() as db:
             db.exec_driver_sql(f"DROP DATABASE {name}{force}")
-    finally:
         engine.dispose()
 
 

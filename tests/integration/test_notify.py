@@ -84,8 +84,9 @@ async def test_a_rollback_notifies_nobody(engine: sa.Engine, ear: Ear) -> None:
     assert await ear.heard() == 0
 
 
-async def test_events_that_were_there_are_no_news(engine: sa.Engine, ear: Ear) -> None:
-    events = make_events(2)
+@pytest.mark.parametrize("count", [1, 2])
+async def test_events_that_were_there_are_no_news(engine: sa.Engine, ear: Ear, count: int) -> None:
+    events = make_events(count)
     for expected in (1, 0):
         with engine.begin() as db:
             OUTBOX.put(db, *events)
@@ -94,9 +95,10 @@ async def test_events_that_were_there_are_no_news(engine: sa.Engine, ear: Ear) -
 
 async def test_an_outbox_without_notify_is_silent(engine: sa.Engine, ear: Ear) -> None:
     silent = Outbox(sa.MetaData(), table=TABLE, notify=False)
-    [event] = make_events(1)
+    event, *others = make_events(3)
     with engine.begin() as db:
         assert silent.put(db, event).new == (event,)
+        assert silent.put(db, event, *others).existing == (event,)
         assert silent.cancel(db, event.id) == 1
     assert await ear.heard() == 0
 

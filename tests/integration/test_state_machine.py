@@ -131,10 +131,11 @@ class Relays(RuleBasedStateMachine):
                 row.state, row.due, row.may_be_late = "timed", self.now + event.delay / HOUR, True
             self.rows.append(row)
 
-    @precondition(lambda self: self.rows)
+    @precondition(lambda self: any(row.is_live for row in self.rows))
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        row = self.rows[data.draw(st.integers(0, len(self.rows) - 1))]
+        live = [row for row in self.rows if row.is_live]
+        row = live[data.draw(st.integers(0, len(live) - 1))]
         is_free = row.state in ("ready", "timed")
         assert self.kit.cancel(row.event.id) == int(is_free)
         if is_free:
@@ -142,6 +143,7 @@ class Relays(RuleBasedStateMachine):
 
     # -- relays ------------------------------------------------------------------------------------------------------
 
+    @precondition(lambda self: any(row.is_live for row in self.rows))
     @rule(relay=st.integers(0, 1), limit=st.sampled_from([1, 3, 100]), mode=st.sampled_from(["lease", "hold"]))
     def claim(self, relay: int, limit: int, mode: Mode) -> None:
         store = self.stores[relay]
@@ -322,12 +324,13 @@ class Relays(RuleBasedStateMachine):
 
     # -- time and operators ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: not any(each.mode == "hold" for each in self.open))
+    @precondition(lambda self: self.rows and not any(each.mode == "hold" for each in self.open))
     @rule()
     def pass_hour(self) -> None:
         self.runner.run(self.kit.pass_time(HOUR))
         self.now += 1.0
 
+    @precondition(lambda self: any(row.state == "dead" for row in self.rows))
     @rule(limit=st.sampled_from([None, 1]))
     def redrive(self, limit: int | None) -> None:
         taken = {row.event.dedup_key for row in self.rows if row.is_live} - {None}
@@ -341,6 +344,7 @@ class Relays(RuleBasedStateMachine):
             row.may_be_late = row.may_be_late or (row.key is not None and not row.parks)
             row.state, row.attempts, row.is_tried, row.parks = "ready", 0, False, False
 
+    @precondition(lambda self: any(row.state == "dead" for row in self.rows))
     @rule(key=st.sampled_from(["a", "b", None]))
     def drop(self, key: str | None) -> None:
         chosen = [row for row in self.rows if row.state == "dead" and key in (None, row.key)]
