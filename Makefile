@@ -21,7 +21,7 @@ format: .venv ## Format the code and fix what the linter can
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-bench: services ## Run the benchmarks; make bench ONLY=claim
+bench: services ## Run the benchmarks; make bench ONLY=relay_hold
 	.venv/bin/python -m benchmarks $(ONLY)
 
 services: .venv ## Start the test databases; their urls are in .services/env

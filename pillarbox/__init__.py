@@ -12,7 +12,6 @@ from pillarbox.errors import (
     SinkUnavailable,
     StoreUnavailable,
     TransactionError,
-    UndecodableRow,
     Unsupported,
 )
 from pillarbox.event import Claim, Dead, Delivered, Event, Outcome, Released, Retry
@@ -65,7 +64,6 @@ __all__ = [
     "Store",
     "StoreUnavailable",
     "TransactionError",
-    "UndecodableRow",
     "Unsupported",
     "__version__",
     "open_sink",

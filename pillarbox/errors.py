@@ -10,7 +10,6 @@
     ├── SchemaError             a table is missing or is not what its layout declares
     ├── TransactionError        the caller's transaction cannot take the statement
     ├── ReceiptPending          a receipt was read before its flush
-    ├── UndecodableRow          a row's columns do not make an event
     ├── StoreUnavailable        the database cannot be reached; nothing was changed
     └── SinkUnavailable         a destination is down; no message is to blame
 
@@ -68,10 +67,6 @@ class TransactionError(PillarboxError):
 
 class ReceiptPending(PillarboxError):
     """A receipt was read before the flush that fills it."""
-
-
-class UndecodableRow(PillarboxError):
-    """A row's columns do not make an event."""
 
 
 class StoreUnavailable(PillarboxError):

@@ -177,8 +177,8 @@ class Claim:
     """An event held by one relay.
 
     `row` identifies the row to the store that made the claim, `fence` is the value the claim wrote into it
-    (None when a lock holds the row), `attempt` counts from 1 and includes this one. `event` is None when the
-    row's columns do not make one; `defect` then says why.
+    (None when a lock holds the row), `attempt` counts from 1 and includes this one. `defect` says why the
+    row's columns do not make an event; `event` is then what can be read of it, and no sink gets it.
     """
 
     row: Any

@@ -137,6 +137,8 @@ class Relay:
         if self.breaker.is_open:
             return Settlement()
         batch = await self._claim(is_prefetch=False)
+        if not batch.claims and batch.has_tried:
+            batch = await self._claim(is_prefetch=False)
         return await self._deliver(batch) if batch.claims else Settlement()
 
     async def drain(self) -> Counts:
@@ -270,7 +272,12 @@ class Relay:
         mode: Mode = "hold" if holds and not self._use_lease_next else "lease"
         self._use_lease_next = False
         batch = await self.store.claim(
-            limit, mode=mode, lease=self._lease, max_attempts=self._retry.max_attempts, is_prefetch=is_prefetch
+            limit,
+            mode=mode,
+            lease=self._lease,
+            max_attempts=self._retry.max_attempts,
+            park=self._parks,
+            is_prefetch=is_prefetch,
         )
         self._use_lease_next = batch.has_tried
         if batch.claims:
@@ -329,9 +336,7 @@ class Relay:
         """One outcome a claim; a destination that is down releases what it did not take."""
         good = [claim for claim in claims if claim.defect is None]
         try:
-            if not self._is_sink_open:
-                await self.sink.open()
-                self._is_sink_open = True
+            await self._open_sink()
             outcomes = await self._send_good(good)
             self.breaker.succeeded()
             self._sink_error = None
@@ -345,6 +350,18 @@ class Relay:
         results = iter(outcomes)
         return [next(results) if claim.defect is None else Dead(claim.defect) for claim in claims]
 
+    async def _open_sink(self) -> None:
+        if self._is_sink_open:
+            return
+        try:
+            await self.sink.open()
+        except SinkUnavailable:
+            raise
+        except Exception as error:
+            log.exception("Sink %s could not be opened.", self.sink.name)
+            raise SinkUnavailable(f"Sink {self.sink.name}: could not be opened: {describe_error(error)}") from error
+        self._is_sink_open = True
+
     async def _send_good(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         if not claims:
             return []
@@ -355,7 +372,7 @@ class Relay:
                     f"Sink {self.sink.name}: expected {len(claims)} outcomes, one a claim, got {len(outcomes)}"
                 )
             return outcomes
-        except (SinkUnavailable, TimeoutError):
+        except SinkUnavailable:
             raise
         except Exception as error:
             if len(claims) == 1:

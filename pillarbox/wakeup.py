@@ -10,6 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from pillarbox.errors import ConfigError
+
 log = logging.getLogger("pillarbox.wakeup")
 
 RECONNECT_FIRST = 0.2
@@ -38,7 +40,16 @@ class PostgresListener:
         return self._connection is not None
 
     async def start(self) -> None:
-        await self._listen()
+        """Listen from now on; a server that is down is tried again until it is back, one that refuses raises."""
+        import asyncpg
+
+        try:
+            await self._listen()
+        except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as error:
+            raise ConfigError(f"Notifications: {error}") from error
+        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
+            log.warning("Cannot listen for notifications, polling until it works: %s", error)
+            self._lost.set()
         self._task = asyncio.create_task(self._keep(), name="pillarbox-listener")
 
     async def wait(self, timeout: timedelta) -> bool:
@@ -78,7 +89,6 @@ class PostgresListener:
 
         while True:
             await self._lost.wait()
-            log.warning("Lost the connection for notifications; polling until it is back.")
             pause = RECONNECT_FIRST
             while self._connection is None:
                 await asyncio.sleep(pause)
@@ -94,6 +104,7 @@ class PostgresListener:
     def _on_lost(self, connection: Any) -> None:
         if self._connection is connection:
             self._connection = None
+            log.warning("Lost the connection for notifications; polling until it is back.")
             # Whoever waits must look for itself now.
             self._woken.set()
             self._lost.set()

@@ -160,11 +160,19 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
     async def claim(
-        self, limit: int, *, mode: Mode, lease: timedelta, max_attempts: int | None = None, is_prefetch: bool = False
+        self,
+        limit: int,
+        *,
+        mode: Mode,
+        lease: timedelta,
+        max_attempts: int | None = None,
+        park: bool = True,
+        is_prefetch: bool = False,
     ) -> Batch:
         """Claim up to `limit` events.
 
-        `max_attempts` buries rows whose lease lapsed on their last attempt. A prefetch, made while other batches of
+        `max_attempts` buries rows whose lease lapsed on their last attempt, `park` says whether they park their key. A
+        prefetch, made while other batches of
         this relay are under way, leaves rows that wait behind them where they are.
         """
 

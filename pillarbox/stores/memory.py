@@ -171,11 +171,12 @@ class MemoryStore:
         mode: Mode,
         lease: timedelta,
         max_attempts: int | None = None,
+        park: bool = True,
         is_prefetch: bool = False,
     ) -> MemoryBatch:
         if mode not in self.modes:
             raise Unsupported(f"Store {self.name}: cannot claim by {mode}, only by {', '.join(self.modes)}")
-        self._wake(max_attempts)
+        self._wake(max_attempts, park)
         batch, token = MemoryBatch(self, mode), uuid4()
         in_flight, first = self._fronts()
         broken: set[str | None] = set()
@@ -212,12 +213,13 @@ class MemoryStore:
             row.fence, claim.fence, claim.expires_at = token, token, row.until_at
         return claim
 
-    def _wake(self, max_attempts: int | None) -> None:
+    def _wake(self, max_attempts: int | None, park: bool) -> None:
         now = self.clock()
         for row in self._past("leased", now):
             most = row.event.max_attempts or max_attempts
             if most is not None and row.attempts >= most:
-                self._bury(row, LAPSED, parks=True)
+                self._bury(row, LAPSED, parks=park)
+                self._unblock([] if park else [row])
             else:
                 # As on the real stores: rows that lapsed twice return at different moments.
                 longest = min(300.0, 2.0 ** min(row.attempts, 20)) if row.attempts > 1 else 0.0

@@ -144,11 +144,12 @@ class SqlStore(ABC):
         mode: Mode,
         lease: timedelta,
         max_attempts: int | None = None,
+        park: bool = True,
         is_prefetch: bool = False,
     ) -> Any:
         if mode not in self.modes:
             raise Unsupported(f"Store {self.name}: cannot claim by {mode}; it offers {', '.join(sorted(self.modes))}")
-        await self._wake(max_attempts)
+        await self._wake(max_attempts, park)
         if mode == "hold":
             batch, blocked = await self._hold(limit)
         else:
@@ -165,12 +166,12 @@ class SqlStore(ABC):
         batch.is_full = batch.is_full and bool(batch.claims or marked)
         return batch
 
-    async def _wake(self, max_attempts: int | None) -> None:
+    async def _wake(self, max_attempts: int | None, park: bool) -> None:
         """Let rows whose time has come be claimed; asks the database now and then, and when it said so itself."""
         if time.monotonic() < self._look_at:
             return
         if await self._ask_due() == 0.0:
-            await self.run(lambda db: self.transitions.wake(db, max_attempts))
+            await self.run(lambda db: self.transitions.wake(db, max_attempts, park))
         self._look_at = time.monotonic() + WAKE_EVERY
 
     async def next_due(self) -> timedelta | None:

@@ -198,12 +198,12 @@ class Transitions:
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    def wake(self, db: sa.Connection, max_attempts: int | None) -> int:
+    def wake(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
         """Let lapsed claims go and make rows ready whose time has come; returns how many rows moved."""
         moved = 0
         lapsed = db.execute(self._lapsed, {"limit": WAKE_LIMIT}).all()
         if lapsed:
-            moved += self._let_go(db, lapsed, max_attempts)
+            moved += self._let_go(db, lapsed, max_attempts, park)
         for query in self._due:
             due: Sequence[Any] = query.execute(db, {"limit": WAKE_LIMIT}).all()
             moved += self._write(db, "promote", [Given(row) for row, _ in due])
@@ -211,20 +211,24 @@ class Transitions:
             self.unblock(db, {key for _, key in due if key is not None})
         return moved
 
-    def _let_go(self, db: sa.Connection, lapsed: Sequence[Any], max_attempts: int | None) -> int:
+    def _let_go(self, db: sa.Connection, lapsed: Sequence[Any], max_attempts: int | None, park: bool) -> int:
         again: list[Given] = []
         last: list[Given] = []
         for row, attempts, fence, key, own_max in lapsed:
             most = own_max or max_attempts
             if most is not None and attempts >= most:
-                last.append(Given(row, fence, attempts, 0.0, LAPSED, key is not None))
+                last.append(Given(row, fence, attempts, 0.0, LAPSED, park and key is not None))
             else:
                 # Rows that lapsed twice may have killed their relay together: they return at different moments, so
                 # that the guilty one spends its attempts alone.
                 spread = 0.0 if attempts < 2 else random.uniform(0, min(300.0, 2.0 ** min(attempts, 20)))
                 again.append(Given(row, fence, attempts, spread, LAPSED))
-        moved = self._write(db, "lapse", again, fenced=True) if again else 0
-        return moved + (self.move(db, self.layout.dead, last, fenced=True) if last else 0)
+        moved = self._write(db, "lapse", again, fenced=True)
+        if last:
+            moved += self.move(db, self.layout.dead, last, fenced=True)
+            if not park:
+                self.unblock(db, {key for _, _, _, key, _ in lapsed if key is not None})
+        return moved
 
     def next_due(self, db: sa.Connection) -> float | None:
         """Seconds until a row wants attention."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from pillarbox.durations import parse_duration
 from pillarbox.errors import ConfigError, MissingExtra
 from pillarbox.layouts import Layout, get_layout
 from pillarbox.stores.sql import SqlStore
@@ -36,13 +37,14 @@ def open_store(
     table: str | None = None,
     schema: str | None = None,
     sink: str = "",
-    retention: timedelta | None = None,
+    retention: timedelta | str | None = None,
     **options: Any,
 ) -> SqlStore:
     """Make the store for a URL; it connects when it is opened."""
     parsed = parse_store_url(url)
     chosen = get_layout(layout)
-    common: dict[str, Any] = {"table": table, "schema": schema, "sink": sink, "retention": retention, **options}
+    kept = None if retention is None else parse_duration(retention)
+    common: dict[str, Any] = {"table": table, "schema": schema, "sink": sink, "retention": kept, **options}
     match parsed.get_backend_name():
         case "postgresql":
             with _needs("PostgreSQL", "postgres"):

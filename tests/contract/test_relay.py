@@ -306,6 +306,52 @@ async def test_a_sink_that_breaks_on_one_event_delivers_the_others(kit: Kit, sto
     assert failed.error == "RuntimeError: cannot encode"
 
 
+class LateSink(MemorySink):
+    """Lets its client's timeout out."""
+
+    async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        raise TimeoutError("no answer in time")
+
+
+async def test_a_timeout_of_the_sink_counts_against_the_event(kit: Kit, store: Store) -> None:
+    kit.put(event("a"))
+    assert await Relay(store, LateSink(), retry=Constant(HOUR)).run_once() == Settlement(retried=1)
+    [failed] = await store.events(Filter())
+    assert (failed.attempts, failed.error) == (1, "TimeoutError: no answer in time")
+
+
+class UnopenedSink(MemorySink):
+    async def open(self) -> None:
+        raise ValueError("bad certificate")
+
+
+async def test_a_sink_that_cannot_be_opened_is_a_destination_that_is_down(kit: Kit, store: Store) -> None:
+    kit.put(event("a"))
+    with pytest.raises(SinkUnavailable, match="could not be opened: ValueError: bad certificate"):
+        await Relay(store, UnopenedSink()).drain()
+    assert (await store.counts()).new == 1
+
+
+async def test_run_once_takes_events_that_were_tried_before(kit: Kit, store: Store) -> None:
+    kit.put(event("a"))
+    sink = MemorySink()
+    sink.fail(has_type("a"), Retry("no"))
+    relay = Relay(store, sink, retry=Constant(HOUR))
+    assert await relay.run_once() == Settlement(retried=1)
+    await kit.pass_time(2 * HOUR)
+    assert await relay.run_once() == Settlement(delivered=1)
+
+
+async def test_event_that_dies_by_a_lapsed_lease_lets_its_key_pass_when_told_to(kit: Kit, store: Store) -> None:
+    kit.put(event("a", "k", max_attempts=1), event("b", "k"))
+    await store.claim(1, mode="lease", lease=SECOND)
+    await kit.pass_time(HOUR)
+    sink = MemorySink()
+    await Relay(store, sink, dead="skip").drain()
+    assert types(sink) == "b"
+    assert await states(store) == {"a": "dead"}
+
+
 class ForgetfulSink(MemorySink):
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         return [DELIVERED]
