@@ -29,6 +29,8 @@ _BARE_PUT = (
     "INSERT INTO outbox (id, lane, type, topic, key, payload, content_type, created_at)"
     f" VALUES (?, ?, ?, ?, ?, ?, ?, {_NOW})"
 )
+
+
 def _fresh(folder: str) -> tuple[Path, Outbox, sa.Engine]:
     path = Path(folder) / f"{uuid4().hex}.db"
     metadata = sa.MetaData()
@@ -84,10 +86,7 @@ def _put_bare(folder: str) -> float:
         connection.execute("BEGIN IMMEDIATE")
         connection.executemany(
             _BARE_PUT,
-            [
-                (str(uuid7()), zlib.crc32(key.encode()) % 64, "bench", "bench", key, PAYLOAD, BYTES)
-                for key in keys
-            ],
+            [(str(uuid7()), zlib.crc32(key.encode()) % 64, "bench", "bench", key, PAYLOAD, BYTES) for key in keys],
         )
         connection.execute("COMMIT")
     return EVENTS / (time.perf_counter() - started)

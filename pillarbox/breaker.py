@@ -44,8 +44,7 @@ class Breaker:
     ) -> None:
         if not timedelta(0) < first <= cap:
             raise ConfigError(
-                f"Breaker {name!r}: expected a first pause above zero and a cap not below it; "
-                f"got {first!r} and {cap!r}"
+                f"Breaker {name!r}: expected a first pause above zero and a cap not below it; got {first!r} and {cap!r}"
             )
         self.name = name
         self._first = first

@@ -96,6 +96,4 @@ def _refuse_nan(value: object, what: str) -> None:
         except TypeError:
             json.dumps(named(value), allow_nan=False, default=lambda other: named(plain(other)))
     except ValueError as error:
-        raise InvalidEvent(
-            f"{what}: NaN and infinities have no JSON form; expected finite numbers"
-        ) from error
+        raise InvalidEvent(f"{what}: NaN and infinities have no JSON form; expected finite numbers") from error

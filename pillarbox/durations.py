@@ -29,9 +29,7 @@ def parse_duration(value: object, *, what: str = "Duration") -> timedelta:
             raise ConfigError(f"{what}: expected a duration of zero or more, got {value!r}")
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        raise ConfigError(
-            f"{what}: expected a duration with its unit, such as '30s'; got the number {value!r}"
-        )
+        raise ConfigError(f"{what}: expected a duration with its unit, such as '30s'; got the number {value!r}")
     match = _PATTERN.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None or match.lastindex is None:
         raise ConfigError(

@@ -263,9 +263,7 @@ def _check_text(name: str, value: object) -> str:
     if not value:
         raise InvalidEvent(f"Event {name}: expected text, got an empty string")
     if len(value) > LIMITS[name]:
-        raise InvalidEvent(
-            f"Event {name}: {len(value)} characters, at most {LIMITS[name]} fit; got {value[:40]!r}…"
-        )
+        raise InvalidEvent(f"Event {name}: {len(value)} characters, at most {LIMITS[name]} fit; got {value[:40]!r}…")
     if not value.isprintable():
         _refuse_control_characters(f"Event {name}", value)
     return value
@@ -298,9 +296,7 @@ def _check_headers(headers: object) -> Mapping[str, Any]:
         if isinstance(value, str):
             _refuse_control_characters(f"Event header {name!r}", value)
         elif not isinstance(value, bool | int | float | None):
-            raise InvalidEvent(
-                f"Event header {name!r}: expected text, a number, a boolean or None, got {value!r}"
-            )
+            raise InvalidEvent(f"Event header {name!r}: expected text, a number, a boolean or None, got {value!r}")
         elif isinstance(value, float) and not math.isfinite(value):
             raise InvalidEvent(f"Event header {name!r}: expected a finite number, got {value!r}")
         elif isinstance(value, int) and not -(2**63) <= value < 2**64:
@@ -311,9 +307,7 @@ def _check_headers(headers: object) -> Mapping[str, Any]:
 
 def _check_times(due_at: datetime | None, delay: timedelta | None) -> None:
     if due_at is not None and delay is not None:
-        raise InvalidEvent(
-            f"Event: give due_at or delay, not both; got due_at={due_at!r} and delay={delay!r}"
-        )
+        raise InvalidEvent(f"Event: give due_at or delay, not both; got due_at={due_at!r} and delay={delay!r}")
     if due_at is not None:
         if not isinstance(due_at, datetime):
             raise InvalidEvent(f"Event due_at: expected an aware datetime, got {due_at!r}")
@@ -322,9 +316,7 @@ def _check_times(due_at: datetime | None, delay: timedelta | None) -> None:
         try:
             due_at.astimezone(UTC)
         except OverflowError as error:
-            raise InvalidEvent(
-                f"Event due_at: {due_at!r} has no form in UTC; expected a year up to 9999"
-            ) from error
+            raise InvalidEvent(f"Event due_at: {due_at!r} has no form in UTC; expected a year up to 9999") from error
     if delay is not None:
         if not isinstance(delay, timedelta):
             raise InvalidEvent(f"Event delay: expected a timedelta, got {delay!r}")

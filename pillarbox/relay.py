@@ -227,9 +227,7 @@ class Relay:
         timeout = longest if due is None else min(longest, due)
         await self._wait(set(), timeout.total_seconds(), wakes=True)
 
-    async def _wait(
-        self, tasks: set[asyncio.Task[Settlement]], seconds: float | None, *, wakes: bool = False
-    ) -> None:
+    async def _wait(self, tasks: set[asyncio.Task[Settlement]], seconds: float | None, *, wakes: bool = False) -> None:
         """Wait for a batch to end, for `stop`, for the time, and if asked for the store's wake-up."""
         waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._stopping.wait())}
         if wakes:

@@ -193,9 +193,7 @@ def parse_policy(value: object, *, what: str = "Retry policy") -> RetryPolicy:
     if isinstance(value, str):
         value = {"kind": value}
     if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{what}: expected a kind such as 'exponential', or a table with a kind; got {value!r}"
-        )
+        raise ConfigError(f"{what}: expected a kind such as 'exponential', or a table with a kind; got {value!r}")
     options = dict(value)
     kind = options.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -263,9 +261,7 @@ def _parse_option(name: str, value: object, what: str) -> object:
 def _parse_by_exception(options: dict[str, Any], what: str) -> ByException:
     exceptions = options.get("exceptions", {})
     if not isinstance(exceptions, Mapping):
-        raise ConfigError(
-            f"{what} exceptions: expected a table of exception names to policies, got {exceptions!r}"
-        )
+        raise ConfigError(f"{what} exceptions: expected a table of exception names to policies, got {exceptions!r}")
     return ByException(
         {name: parse_policy(policy, what=f"{what} for {name!r}") for name, policy in exceptions.items()},
         default=parse_policy(options.get("default", "exponential"), what=f"{what} default"),
@@ -335,8 +331,7 @@ def _check_exception(kind: object) -> None:
     named = getattr(builtins, kind, None) if isinstance(kind, str) else kind
     if not isinstance(named, type) or not issubclass(named, BaseException):
         raise ConfigError(
-            "ByException: expected an exception class or its dotted name, such as 'httpx.ConnectError'; "
-            f"got {kind!r}"
+            f"ByException: expected an exception class or its dotted name, such as 'httpx.ConnectError'; got {kind!r}"
         )
 
 

@@ -48,7 +48,7 @@ LOOK_EVERY: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run ended; latencies in seconds, None when nothing was delivered.
+    """How a run ended; latencies in seconds, None when nothing was delivered, undisturbed until the first kill.
 
     Orders are lost when they are neither in the file nor in the outbox any more. Those that still wait there
     when time is up are not lost, but not good either.
@@ -66,6 +66,7 @@ class Report:
     seconds: float
     latency_p50: float | None
     latency_p99: float | None
+    undisturbed_p50: float | None = None
 
     @property
     def is_good(self) -> bool:
@@ -102,6 +103,7 @@ class Run:
         self.reader = Reader()
         self.kills = 0
         self.pending = 0
+        self._undisturbed_p50: float | None = None
         self._orders = orders
         self._writer_count = min(writers, orders)
         self._seed = seed
@@ -238,6 +240,10 @@ class Run:
             return
         self._relay.kill()
         self._relay.wait()
+        if not self.kills:
+            self._undisturbed_p50 = percentile(self.reader.latencies, 0.5) or 0.0
+            within = f"half of them within {self._undisturbed_p50 * 1000:.0f} ms"
+            self._tell(f"{self.reader.delivered:,} orders are delivered, {within}")
         self.kills += 1
         self._start_relay()
         what = "1 order" if held == 1 else f"{held} orders"
@@ -277,6 +283,7 @@ class Run:
             seconds=seconds,
             latency_p50=percentile(self.reader.latencies, 0.5),
             latency_p99=percentile(self.reader.latencies, 0.99),
+            undisturbed_p50=self._undisturbed_p50,
         )
 
 

@@ -83,9 +83,7 @@ def _load_factory(url: SinkUrl) -> Any:
         near = get_close_matches(url.scheme, schemes, n=1)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         expected = f"{', '.join(schemes[:-1])} or {schemes[-1]}"
-        raise ConfigError(
-            f"Sink {url.name!r}: expected a url with scheme {expected}; got {mask_url(url.text)!r}{hint}"
-        )
+        raise ConfigError(f"Sink {url.name!r}: expected a url with scheme {expected}; got {mask_url(url.text)!r}{hint}")
     if len(points) > 1:
         raise ConfigError(
             f"Sink {url.name!r}: scheme {url.scheme!r} belongs to several packages "
@@ -98,6 +96,5 @@ def _load_factory(url: SinkUrl) -> Any:
         raise
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"Sink {url.name!r}: the adapter {point.value!r} of scheme {url.scheme!r} cannot be loaded: "
-            f"{error}"
+            f"Sink {url.name!r}: the adapter {point.value!r} of scheme {url.scheme!r} cannot be loaded: {error}"
         ) from error

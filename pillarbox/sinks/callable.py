@@ -216,8 +216,6 @@ def _read_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def _check_limits(name: str, concurrency: object, timeout: object) -> None:
     if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
-        raise ConfigError(
-            f"Sink {name!r} concurrency: expected a whole number of 1 or more, got {concurrency!r}"
-        )
+        raise ConfigError(f"Sink {name!r} concurrency: expected a whole number of 1 or more, got {concurrency!r}")
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise ConfigError(f"Sink {name!r} timeout: expected a timedelta above zero or None, got {timeout!r}")

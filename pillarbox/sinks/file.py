@@ -62,12 +62,8 @@ class FileSink:
     def from_url(cls, url: SinkUrl) -> FileSink:
         url.refuse_options("lock_timeout")
         if urlsplit(url.text).netloc or not url.location:
-            raise ConfigError(
-                f"Sink {url.name!r}: expected 'file:PATH' or 'file:///PATH', got {mask_url(url.text)!r}"
-            )
-        lock_timeout = parse_duration(
-            url.options.get("lock_timeout", "3s"), what=f"Sink {url.name!r} lock_timeout"
-        )
+            raise ConfigError(f"Sink {url.name!r}: expected 'file:PATH' or 'file:///PATH', got {mask_url(url.text)!r}")
+        lock_timeout = parse_duration(url.options.get("lock_timeout", "3s"), what=f"Sink {url.name!r} lock_timeout")
         return cls(url.location, url.name, lock_timeout=lock_timeout)
 
     async def open(self) -> None:

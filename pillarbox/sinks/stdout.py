@@ -62,9 +62,7 @@ class StdoutSink:
                 try:
                     self._write(lines, stop)
                 except (OSError, ValueError) as error:
-                    raise SinkUnavailable(
-                        f"Sink {self.name!r}: cannot write to standard output: {error}"
-                    ) from error
+                    raise SinkUnavailable(f"Sink {self.name!r}: cannot write to standard output: {error}") from error
                 finally:
                     self._mutex.release()
             return outcomes

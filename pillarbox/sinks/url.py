@@ -48,9 +48,7 @@ class SinkUrl:
     def refuse_location(self) -> None:
         """Raise `ConfigError` when anything follows the scheme, for a sink that needs nothing."""
         if self.location:
-            raise ConfigError(
-                f"Sink {self.name!r}: expected '{self.scheme}:' alone, got {mask_url(self.text)!r}"
-            )
+            raise ConfigError(f"Sink {self.name!r}: expected '{self.scheme}:' alone, got {mask_url(self.text)!r}")
 
     def refuse_options(self, *known: str) -> None:
         """Raise `ConfigError` when an option is none of those `known`."""
@@ -60,9 +58,7 @@ class SinkUrl:
             near = get_close_matches(option, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             takes = f"takes the options {', '.join(known)}" if known else "takes no options"
-            raise ConfigError(
-                f"Sink {self.name!r}: unknown option {option!r}; scheme {self.scheme!r} {takes}.{hint}"
-            )
+            raise ConfigError(f"Sink {self.name!r}: unknown option {option!r}; scheme {self.scheme!r} {takes}.{hint}")
 
 
 def parse_sink_url(url: object, *, name: str | None, options: Mapping[str, Any]) -> SinkUrl:
@@ -73,25 +69,19 @@ def parse_sink_url(url: object, *, name: str | None, options: Mapping[str, Any])
     shown = mask_url(url)
     what = f"Sink {name or shown!r}"
     if not url.isprintable() or url != url.strip():
-        raise ConfigError(
-            f"{what}: expected a url without control characters and outer blanks, got {shown!r}"
-        )
+        raise ConfigError(f"{what}: expected a url without control characters and outer blanks, got {shown!r}")
     try:
         parts = urlsplit(url)
         given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as error:
         # The parser's own message may quote the part of the URL that holds the password.
-        raise ConfigError(
-            f"{what}: the url {shown!r} cannot be read; escape special characters with %"
-        ) from error
+        raise ConfigError(f"{what}: the url {shown!r} cannot be read; escape special characters with %") from error
     if parts.fragment:
         raise ConfigError(f"{what}: expected a url without a fragment, got {shown!r}; write '#' as '%23'")
     merged: dict[str, Any] = {}
     for option, value in (*given, *options.items()):
         if option in merged:
-            raise ConfigError(
-                f"{what}: option {option!r} is given twice; give it in the url or beside it, once"
-            )
+            raise ConfigError(f"{what}: option {option!r} is given twice; give it in the url or beside it, once")
         merged[option] = value
     authority = f"//{parts.netloc}" if parts.netloc else ""
     return SinkUrl(

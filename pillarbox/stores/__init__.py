@@ -186,17 +186,13 @@ class Store(Protocol):
 
     async def events(self, where: Filter, *, state: State | None = None, limit: int = 50) -> Sequence[Record]: ...
 
-    async def redrive(
-        self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False
-    ) -> int:
+    async def redrive(self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False) -> int:
         """Return dead events to the outbox under their old sequence number, oldest first."""
 
     async def drop(self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False) -> int:
         """Delete dead events for good."""
 
-    async def replay(
-        self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False
-    ) -> int:
+    async def replay(self, where: Filter, *, actor: str, limit: int | None = None, dry_run: bool = False) -> int:
         """Deliver retained events again."""
 
     async def prune(

@@ -68,8 +68,7 @@ class GivenRows:
         """The statement's parameters for a batch, named so that they cannot meet a column's name."""
         if self._is_postgres:
             return {
-                f"g_{name}": [row[index] for row in rows]
-                for index, name in zip(self._indexes, self.names, strict=True)
+                f"g_{name}": [row[index] for row in rows] for index, name in zip(self._indexes, self.names, strict=True)
             }
         wanted = [[row[index] for index in self._indexes] for row in rows]
         return {"g_rows": orjson.dumps(wanted).decode()}
@@ -79,9 +78,7 @@ class GivenRows:
         return f"SELECT * FROM unnest({arrays}) AS g({', '.join(self.names)})"
 
     def _json_table(self) -> str:
-        columns = ", ".join(
-            f"{name} {_KINDS[name].mysql} PATH '$[{index}]'" for index, name in enumerate(self.names)
-        )
+        columns = ", ".join(f"{name} {_KINDS[name].mysql} PATH '$[{index}]'" for index, name in enumerate(self.names))
         return f"SELECT * FROM JSON_TABLE(:g_rows, '$[*]' COLUMNS ({columns})) AS g"
 
     def _json_each(self) -> str:
@@ -128,9 +125,7 @@ class UsedColumns:
         return self._given.c[name]
 
 
-def delete_given(
-    dialect: str, table: sa.Table, row: str, match: Callable[[Any], ColumnElement[bool]]
-) -> sa.Delete:
+def delete_given(dialect: str, table: sa.Table, row: str, match: Callable[[Any], ColumnElement[bool]]) -> sa.Delete:
     """Delete the rows of a table that match the given ones."""
     if dialect == "sqlite":  # SQLite has no DELETE ... USING
         other = table.alias("matched")

@@ -180,9 +180,7 @@ class Operations:
             conditions.append(moment < where.until)
         return conditions
 
-    def _list(
-        self, db: sa.Connection, role: str, where: Filter, state: State | None, limit: int
-    ) -> list[Record]:
+    def _list(self, db: sa.Connection, role: str, where: Filter, state: State | None, limit: int) -> list[Record]:
         table, fields = self._tables[role], self._layout.fields
         # In the shape of a pick: a row that does not make an event is shown as far as it can be read.
         event = [_raw(table.c[fields[name]]) if name in fields else sa.null() for name in EVENT_FIELDS]
@@ -202,9 +200,7 @@ class Operations:
         common = {"event": event, "seq": row[0], "attempts": row.attempts, "error": row.error}
         if role == "dead":
             return Record(**common, state="dead", died_at=row.died_at, parks=row.parks)
-        return Record(
-            **common, state=STATES[row.state], until_at=row.until_at, delivered_at=row.delivered_at
-        )
+        return Record(**common, state=STATES[row.state], until_at=row.until_at, delivered_at=row.delivered_at)
 
 
 STATES: tuple[State, ...] = ("ready", "leased", "waiting", "blocked", "scheduled", "delivered")

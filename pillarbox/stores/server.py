@@ -95,9 +95,7 @@ class AsyncSqlStore(SqlStore):
             raise StoreUnavailable(f"Store {self.name}: {error}") from error
         try:
             await self._begin_hold(connection)
-            taken = await connection.run_sync(
-                lambda db: self.transitions.claim(db, limit, "hold", HOLD_DEADLINE)
-            )
+            taken = await connection.run_sync(lambda db: self.transitions.claim(db, limit, "hold", HOLD_DEADLINE))
         except DBAPIError as error:
             await let_go(connection)
             raise translate(error, self) from error

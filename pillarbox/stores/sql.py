@@ -243,9 +243,7 @@ class SqlStore(ABC):
                     break
         if actor is not None and not dry_run and total != Pruned():
             ages = {"delivered_age": str(delivered_age), "dead_age": str(dead_age)}
-            await self.run(
-                lambda db: self.operations.record(db, actor, "prune", ages, total.delivered + total.dead)
-            )
+            await self.run(lambda db: self.operations.record(db, actor, "prune", ages, total.delivered + total.dead))
         return total
 
     async def audit(self, limit: int = 50) -> Sequence[Entry]:

@@ -147,9 +147,7 @@ class Transitions:
         is_full |= bool(claims) and len(lanes) >= self.share.wanted
         return Taken(claims, blocked, lanes, is_full, has_tried)
 
-    def _choose(
-        self, rows: Sequence[Any], mode: Mode
-    ) -> tuple[list[Claim], list[tuple[Any, str]], bool]:
+    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[list[Claim], list[tuple[Any, str]], bool]:
         claims: list[Claim] = []
         blocked: list[tuple[Any, str]] = []
         broken: set[str] = set()
@@ -310,9 +308,7 @@ class Transitions:
         """Cancel events that nobody holds, or reschedule them when `given.due` is a time."""
         c = self.outbox.c
         chosen = c.id.in_(ids) if dedup_key is None else c.dedup_key == dedup_key
-        free = sa.select(self._row, c[self.layout.order.key]).where(
-            self._mine, chosen, self.layout.cancellable(c)
-        )
+        free = sa.select(self._row, c[self.layout.order.key]).where(self._mine, chosen, self.layout.cancellable(c))
         rows = db.execute(free.with_for_update(skip_locked=True)).all()
         if not rows:
             return 0

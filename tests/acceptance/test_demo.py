@@ -70,6 +70,7 @@ def test_core_alone_runs_it_and_nothing_is_lost(tmp_path: Path) -> None:
     lines = read_lines(kept / "delivered.jsonl")
     assert len({line["payload"]["id"] for line in lines}) == report["delivered"]
     assert report["delivered_twice"] <= len(lines) - report["delivered"]
+    assert report["undisturbed_p50"] > 0
     assert 0 < report["latency_p50"] <= report["latency_p99"] < report["seconds"]
     assert (kept / "shop.db").exists()
     assert err == ""
@@ -80,6 +81,7 @@ def test_story_is_told_line_by_line_into_a_pipe() -> None:
     assert (code, err) == (0, ""), out + err
     assert "A shop places 400 orders from 2 processes at once." in out
     assert out.count("relay killed (SIGKILL) while it held ") == 2
+    assert " orders are delivered, half of them within " in out
     assert "the outbox is empty" in out
     rows = {line[:15].strip(): line[15:].split()[0] for line in out.splitlines() if line[15:].strip()}
     assert (rows["lost"], rows["out of order"], rows["relay killed"]) == ("0", "0", "twice")

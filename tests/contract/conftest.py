@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_offered(item: pytest.Item) -> bool:
-    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    params: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
     if params.get("kit") not in KITS:
         return True
     needed = {feature for marker in item.iter_markers("needs") for feature in marker.args}

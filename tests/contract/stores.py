@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -23,8 +23,8 @@ from sqlalchemy.util import greenlet_spawn
 from pillarbox import Outbox
 from pillarbox.event import DELIVERED, Claim, Event
 from pillarbox.stores import Batch, Filter, Mode, Store
-from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.lanes import LaneShare
+from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store
 from pillarbox.testing import ManualClock, MemoryStore
 from tests.servers import ServerName, server_url
@@ -48,6 +48,8 @@ class Kit(Protocol):
 
     def cancel(self, *ids: UUID) -> int: ...
 
+    def now(self) -> datetime: ...
+
     async def pass_time(self, by: timedelta) -> None: ...
 
 
@@ -62,6 +64,9 @@ class MemoryKit:
     async def open(self, *, retention: timedelta | None = None) -> Store:
         self._store.retention = retention
         return self._store
+
+    def now(self) -> datetime:
+        return self.clock()
 
     async def pass_time(self, by: timedelta) -> None:
         self.clock.advance(by)
@@ -104,7 +109,7 @@ class Database:
                     {"row": row[0], **{f"v_{c.name}": at and at - by for c, at in zip(columns, row[1:], strict=True)}}
                     for row in rows
                 ]
-                change = {c.name: sa.bindparam(f"v_{c.name}") for c in columns}
+                change: dict[str, Any] = {c.name: sa.bindparam(f"v_{c.name}") for c in columns}
                 if values:
                     db.execute(sa.update(table).where(table.c[key] == sa.bindparam("row")).values(change), values)
 
@@ -193,6 +198,9 @@ class SqlKit:
         with self.database.engine.begin() as db:
             return self.database.outbox.cancel(db, *ids)
 
+    def now(self) -> datetime:
+        return datetime.now(UTC)
+
     async def pass_time(self, by: timedelta) -> None:
         self.database.shift(by)
         for store in self._stores:
@@ -272,7 +280,8 @@ class SqlKit:
 
 def sync_engine(store: SqlStore) -> sa.Engine:
     engine: Any = store._engine  # type: ignore[attr-defined]
-    return getattr(engine, "sync_engine", engine)
+    found: sa.Engine = getattr(engine, "sync_engine", engine)
+    return found
 
 
 SERVER = {"hold", "open transactions", "server", "sql"}
@@ -344,10 +353,15 @@ async def states(store: Store) -> dict[str, str]:
     return {record.event.type: record.state for record in await store.events(EVERYTHING, limit=1000)}
 
 
+async def attempts(store: Store) -> dict[str, int]:
+    """How often every stored event was tried, by its name."""
+    return {record.event.type: record.attempts for record in await store.events(EVERYTHING, limit=1000)}
+
+
 async def until(condition: Callable[[], Awaitable[Any]], *, seconds: float = 10.0) -> Any:
     """Ask again until the answer is true; returns it."""
     async with asyncio.timeout(seconds):
-        while not (answer := await condition()):
+        while not (answer := await condition()):  # noqa: ASYNC110 - a database tells nobody
             await asyncio.sleep(0.01)
         return answer
 

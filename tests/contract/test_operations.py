@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from pillarbox.event import DELIVERED, LATE_HEADER, Dead, Event, Retry
-from pillarbox.stores import Counts, Filter, Pruned, Record, Store
+from pillarbox.stores import Counts, Filter, Pruned, Record, State, Store
 from tests.contract.stores import (
     EVERYTHING,
     HOUR,
@@ -25,10 +25,7 @@ from tests.contract.stores import (
 MINUTE = timedelta(minutes=1)
 SECOND = timedelta(seconds=1)
 LATER = Retry("503 from the destination", HOUR)
-
-
-def now(kit: Kit) -> datetime:
-    return datetime.now(UTC) if isinstance(kit, SqlKit) else kit.clock()  # type: ignore[attr-defined, no-any-return]
+ALONE: tuple[State, ...] = ("ready", "leased", "scheduled", "blocked", "dead", "delivered")
 
 
 async def kill(store: Store, *errors: str, park: bool = True) -> None:
@@ -134,14 +131,14 @@ async def test_newest_events_are_listed_first_with_their_state(kit: Kit) -> None
     found = await store.events(EVERYTHING)
     assert listed(found) == "new held-2 late a2 a1 held bad flaky sent"
     assert listed(await store.events(EVERYTHING, limit=2)) == "new held-2"
-    for state in ("ready", "leased", "scheduled", "blocked", "dead", "delivered"):
-        assert [record.state for record in await store.events(EVERYTHING, state=state)] == [state]  # type: ignore[arg-type]
+    for state in ALONE:
+        assert [record.state for record in await store.events(EVERYTHING, state=state)] == [state]
     assert listed(await store.events(EVERYTHING, state="waiting")) == "a1 held flaky"
 
 
 async def test_record_says_what_became_of_its_event(kit: Kit) -> None:
     store = await kit.open(retention=HOUR)
-    moment = now(kit)
+    moment = kit.now()
     kit.put(event("sent", "a"), event("flaky", "b"), event("bad", "c"))
     await (await claim(store)).settle([DELIVERED, LATER, Dead("400 from the destination")])
     bad, flaky, sent = await store.events(EVERYTHING)
@@ -231,7 +228,7 @@ async def test_filter_by_time_of_death_of_delivery_or_of_putting(kit: Kit) -> No
     await (await claim(store)).settle([DELIVERED, Dead("400")])
     await kit.pass_time(2 * HOUR)
     kit.put(event("new"))
-    moment = now(kit)
+    moment = kit.now()
     since = Filter(since=moment - 3 * HOUR)
     until = Filter(until=moment - HOUR)
     assert listed(await store.events(since)) == "new bad sent"
@@ -460,7 +457,7 @@ async def test_prune_works_in_batches_until_all_is_done(kit: Kit) -> None:
 
 async def test_audit_says_who_did_what_to_how_many(kit: Kit) -> None:
     store = await kit.open(retention=HOUR)
-    moment = now(kit)
+    moment = kit.now()
     await put_dead(kit, store, event("a1", "a"), event("a2", "b"), event("a3", "c"))
     kit.put(event("sent"))
     await deliver(store)
@@ -481,7 +478,7 @@ async def test_audit_says_who_did_what_to_how_many(kit: Kit) -> None:
     assert entries[2].detail == {"type": "a2"}
     assert entries[1].detail == {"ids": [str(sent.event.id)]}
     assert entries[0].detail["dead_age"] == "1:00:00"
-    assert abs(entries[0].at - (now(kit))) < MINUTE
+    assert abs(entries[0].at - kit.now()) < MINUTE
     assert abs(entries[3].at - moment) < 3 * HOUR
     assert [entry.action for entry in await store.audit(limit=1)] == ["prune"]
 

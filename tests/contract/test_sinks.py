@@ -266,9 +266,7 @@ async def test_sink_says_what_it_is(kit):
 
 @sinks_that("refuses")
 async def test_outcomes_come_in_the_order_of_the_claims(kit):
-    outcomes = await kit.sink.deliver(
-        [claim("a"), kit.refused("b"), claim("c"), kit.refused("d"), claim("e")]
-    )
+    outcomes = await kit.sink.deliver([claim("a"), kit.refused("b"), claim("c"), kit.refused("d"), claim("e")])
     assert [isinstance(outcome, FAILED) for outcome in outcomes] == [False, True, False, True, False]
 
 
@@ -501,9 +499,7 @@ async def test_payload_that_is_not_json_is_written_as_base64(kit, payload, conte
 
 @sinks_that("writes lines")
 async def test_json_payload_stays_as_it_was_put_on_one_line(kit):
-    await kit.sink.deliver(
-        [payload_claim(b'{\n\r\n "n": 12345678901234567890123, "price": 1.10, "text": "a\\nb"\n}')]
-    )
+    await kit.sink.deliver([payload_claim(b'{\n\r\n "n": 12345678901234567890123, "price": 1.10, "text": "a\\nb"\n}')])
     text = kit.read()
     assert text.count(b"\n") == 1
     assert b'"n": 12345678901234567890123, "price": 1.10, "text": "a\\nb"' in text
@@ -647,9 +643,7 @@ async def test_file_that_another_process_keeps_locked_makes_the_sink_unavailable
     sink = FileSink(path, "orders", lock_timeout=timedelta(milliseconds=30))
     with path.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(
-            SinkUnavailable, match=r"^Sink 'orders': another process has kept '.*' locked for 30ms$"
-        ):
+        with pytest.raises(SinkUnavailable, match=r"^Sink 'orders': another process has kept '.*' locked for 30ms$"):
             await sink.deliver([claim("a")])
     assert await sink.deliver([claim("a")]) == [DELIVERED]
     await sink.close()
@@ -1170,8 +1164,7 @@ def test_file_url_names_its_path(url, path):
         ("file:/x\n", "expected a url without control characters and outer blanks, got 'file:/x\\n'"),
         (
             "file:/x?lock_timeot=1s",
-            "unknown option 'lock_timeot'; scheme 'file' takes the options lock_timeout. "
-            "Did you mean 'lock_timeout'?",
+            "unknown option 'lock_timeot'; scheme 'file' takes the options lock_timeout. Did you mean 'lock_timeout'?",
         ),
         ("null:?a=1", "unknown option 'a'; scheme 'null' takes no options."),
         (
@@ -1250,9 +1243,7 @@ def test_another_package_may_add_a_scheme(other_package):
 
 
 def test_adapter_that_cannot_be_loaded_is_named(other_package):
-    with pytest.raises(
-        ConfigError, match="the adapter 'carrier_pigeon:missing' of scheme 'owl' cannot be loaded"
-    ):
+    with pytest.raises(ConfigError, match="the adapter 'carrier_pigeon:missing' of scheme 'owl' cannot be loaded"):
         open_sink("owl:")
 
 

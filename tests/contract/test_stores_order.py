@@ -283,6 +283,15 @@ async def test_death_by_a_lapsed_lease_parks_its_key(kit: Kit, store: Store) -> 
     assert await states(store) == {"one": "dead", "two": "blocked"}
 
 
+async def test_death_by_a_lapsed_lease_can_be_skipped(kit: Kit, store: Store) -> None:
+    kit.put(*events("one two three", "k"))
+    await claim(store, 1, max_attempts=1)
+    assert names(await claim(store)) == ""
+    assert (await store.counts()).blocked == 2
+    await kit.pass_time(HOUR)
+    assert names(await claim(store, max_attempts=1, park=False)) == "two three"
+
+
 async def test_parked_event_lets_earlier_ones_of_its_key_pass(kit: Kit, store: Store) -> None:
     kit.put(*events("one two three", "k"))
     batch = await claim(store, 2)
@@ -366,9 +375,7 @@ async def test_row_locked_by_somebody_else_stops_its_key_only(kit: SqlKit, store
 
 
 @pytest.mark.needs("server")
-async def test_row_locked_in_the_middle_of_a_key_stops_the_later_ones(
-    kit: SqlKit, store: Store, mode: Mode
-) -> None:
+async def test_row_locked_in_the_middle_of_a_key_stops_the_later_ones(kit: SqlKit, store: Store, mode: Mode) -> None:
     a2 = event("a2", "a")
     kit.put(event("a1", "a"), a2, event("a3", "a"))
     with kit.lock(a2):

@@ -60,12 +60,21 @@ class Plans:
 def explain_everything(store: SqlStore) -> Plans:
     """Let the server report every plan of a store's new connections."""
     plans = Plans()
-    settings = {"log_min_duration": 0, "log_analyze": "on", "log_timing": "off", "log_format": "json", "log_level": "notice"}
+    settings = {
+        "log_min_duration": 0,
+        "log_analyze": "on",
+        "log_timing": "off",
+        "log_format": "json",
+        "log_level": "notice",
+    }
 
     @sa.event.listens_for(sync_engine(store), "connect")
     def load(connection: Any, record: Any) -> None:
         connection.driver_connection.add_log_listener(plans.note)
-        statements = ["LOAD 'auto_explain'", *(f"SET auto_explain.{name} = {value}" for name, value in settings.items())]
+        statements = [
+            "LOAD 'auto_explain'",
+            *(f"SET auto_explain.{name} = {value}" for name, value in settings.items()),
+        ]
         connection.run_async(lambda driver: driver.execute("; ".join(statements)))
 
     return plans

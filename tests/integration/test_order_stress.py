@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from pillarbox.event import DELIVERED, RELEASED, Claim, Event, Outcome, Retry
 from pillarbox.stores import Counts, Mode
 from pillarbox.stores.sql import SqlStore
-from tests.contract.stores import Database, SqlKit, make_database
+from tests.contract.stores import Database, SqlKit, make_database, until
 
 KEYS = 100
 LEASE = timedelta(seconds=60)
@@ -96,6 +96,10 @@ async def relay(store: SqlStore, destination: Destination, seed: int, is_done: a
         assert settlement.lost == 0
 
 
+async def is_empty(store: SqlStore) -> bool:
+    return await store.counts() == Counts()
+
+
 @pytest.mark.parametrize(("name", "count"), DATABASES.items(), ids=DATABASES)
 async def test_four_relays_keep_the_order_of_every_key(name: str, count: int, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
@@ -125,13 +129,12 @@ async def test_four_relays_keep_the_order_of_every_key(name: str, count: int, tm
         stores = [await kit.open(all_lanes=False) for _ in range(4)]
         put(range(count // 2))
         is_done = asyncio.Event()
-        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             for number, store in enumerate(stores):
                 group.create_task(relay(store, destination, seed + number, is_done))
             group.create_task(disturb(is_done))
             await group.create_task(write())
-            while await stores[0].counts() != Counts():
-                await asyncio.sleep(0.02)
+            await until(lambda: is_empty(stores[0]), seconds=100)
             is_done.set()
         assert destination.taken == expected
         assert destination.retries > count // 50

@@ -146,7 +146,5 @@ def test_probes_are_logged_once_each_for_who_asks(breaker, clock, caplog):
 
 
 def test_cap_below_the_first_pause_is_refused():
-    with pytest.raises(
-        ConfigError, match="Breaker 'orders': expected a first pause above zero and a cap not below it"
-    ):
+    with pytest.raises(ConfigError, match="Breaker 'orders': expected a first pause above zero and a cap not below it"):
         Breaker("orders", first=timedelta(minutes=1))

@@ -37,9 +37,7 @@ def test_timedelta_is_kept():
 
 @pytest.mark.parametrize("value", [30, 1.5, 0])
 def test_bare_number_is_refused_because_it_has_no_unit(value):
-    with pytest.raises(
-        ConfigError, match=r"^lease: expected a duration with its unit, such as '30s'; got the number "
-    ):
+    with pytest.raises(ConfigError, match=r"^lease: expected a duration with its unit, such as '30s'; got the number "):
         parse_duration(value, what="lease")
 
 

@@ -86,10 +86,7 @@ def test_bytes_are_kept_as_they_are(payload):
 
 
 def test_object_may_say_which_json_it_is():
-    assert (
-        Event("t", {}, content_type="application/cloudevents+json").content_type
-        == "application/cloudevents+json"
-    )
+    assert Event("t", {}, content_type="application/cloudevents+json").content_type == "application/cloudevents+json"
 
 
 def test_object_cannot_have_a_content_type_that_is_not_json():
@@ -244,9 +241,7 @@ def test_uuid7_has_its_version_its_variant_and_the_time():
 
 def test_uuid7_sorts_in_the_order_of_making_across_threads():
     made: list[list[UUID]] = [[] for _ in range(4)]
-    threads = [
-        threading.Thread(target=lambda ids=ids: ids.extend(uuid7() for _ in range(2000))) for ids in made
-    ]
+    threads = [threading.Thread(target=lambda ids=ids: ids.extend(uuid7() for _ in range(2000))) for ids in made]
     for thread in threads:
         thread.start()
     for thread in threads:

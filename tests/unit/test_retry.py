@@ -157,10 +157,7 @@ def test_rows_limit_reaches_the_chosen_policy():
 
 
 def test_by_exception_shows_the_most_attempts_of_its_members():
-    assert (
-        ByException({OSError: Constant(max_attempts=7), ValueError: None}, default=NoRetry()).max_attempts
-        == 7
-    )
+    assert ByException({OSError: Constant(max_attempts=7), ValueError: None}, default=NoRetry()).max_attempts == 7
     assert ByException({ValueError: None}, default=None).max_attempts == 1
     assert ByException({OSError: Constant(max_attempts=None)}, default=Constant()).max_attempts is None
 
