@@ -106,7 +106,7 @@ class Database:
             "sqlite": "SELECT 1",
         }[self.backend]
         async with asyncio.timeout(10):
-            while not self.run(waiting)[0][0]:  # noqa: ASYNC110 -- only the database knows
+            while not self.run(waiting)[0][0]:
                 await asyncio.sleep(0.01)
 
 

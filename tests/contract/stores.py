@@ -361,7 +361,7 @@ async def attempts(store: Store) -> dict[str, int]:
 async def until(condition: Callable[[], Awaitable[Any]], *, seconds: float = 10.0) -> Any:
     """Ask again until the answer is true; returns it."""
     async with asyncio.timeout(seconds):
-        while not (answer := await condition()):  # noqa: ASYNC110 - a database tells nobody
+        while not (answer := await condition()):
             await asyncio.sleep(0.01)
         return answer
 
