@@ -87,7 +87,7 @@ def _narrator(orders: int, writers: int) -> Iterator[tuple[Tell, Show]]:
         status = stack.enter_context(console.status("opening the shop")) if console.is_terminal else None
 
         def tell(seconds: float, sentence: str) -> None:
-            console.print(f"{seconds:5.1f} s  {sentence}")
+            console.print(f"{seconds:5.1f} s  {sentence}", soft_wrap=True)
 
         def show(run: Run) -> None:
             if status is not None:

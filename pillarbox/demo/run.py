@@ -27,19 +27,20 @@ import pillarbox
 from pillarbox.demo import shop
 from pillarbox.demo.reader import Reader, Tail, percentile, take_lines
 from pillarbox.errors import PillarboxError
-from pillarbox.stores import Counts, Filter
+from pillarbox.stores import Filter, State
 from pillarbox.stores.url import open_store
 
 KILLS: Final = 2
-LEASE: Final = 2
+LEASE: Final = 3
 BATCH: Final = 50
+MOST_TRIES: Final = 100
 PACE: Final = 300
 """Orders a second when there are few of them; many are placed within the rush."""
 RUSH: Final = 9.0
 # In seconds since the start, for machines that have more to do than this; they place fewer orders.
 LONGEST_RUSH: Final = 12.0
-LAST_KILL: Final = 16.0
-LONGEST_RUN: Final = 26.0
+LAST_KILL: Final = 15.0
+LONGEST_RUN: Final = 40.0
 LONGEST_START: Final = 20.0
 LONGEST_STOP: Final = 2
 READ_EVERY: Final = 0.005
@@ -104,6 +105,7 @@ class Run:
         self.kills = 0
         self.pending = 0
         self._undisturbed_p50: float | None = None
+        self._tries = 0
         self._orders = orders
         self._writer_count = min(writers, orders)
         self._seed = seed
@@ -180,12 +182,9 @@ class Run:
 
     def _look(self) -> int:
         self._looked_at = time.monotonic()
-        counts = self._count()
+        counts = self._runner.run(self._store.counts())
         self.pending = counts.new + counts.retrying + counts.held + counts.blocked
         return self.pending
-
-    def _count(self) -> Counts:
-        return self._runner.run(self._store.counts())
 
     def _tell(self, sentence: str) -> None:
         self._tell_at(self._age, sentence)
@@ -230,24 +229,36 @@ class Run:
             time.sleep(READ_EVERY)
 
     def _try_to_kill(self) -> None:
-        """Kill the relay while it holds orders: it is stopped for a look, and goes on if it holds none."""
+        """Kill the relay at a telling moment: it is stopped for a look, and goes on if this is none.
+
+        First it dies with orders that it has claimed and not delivered, then with some that it has delivered and
+        not settled. After a while any moment at which it holds orders will do.
+        """
         assert self._relay is not None
         self._relay.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._relay.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        held = self._count().held
-        if not held:
+        take_lines(self.reader, self._tail.read())
+        held = self._read_ids("leased")
+        unsent = held - self.reader.arrivals.keys()
+        fitting = held - unsent if self.kills else unsent
+        self._tries += 1
+        if not fitting and (not held or self._tries < MOST_TRIES):
             self._relay.send_signal(signal.SIGCONT)
             return
         self._relay.kill()
         self._relay.wait()
+        self._tell_of_kill(len(fitting or held), "to settle" if (fitting or held).isdisjoint(unsent) else "to deliver")
+        self.kills += 1
+        self._tries = 0
+        self._start_relay()
+
+    def _tell_of_kill(self, held: int, what: str) -> None:
         if not self.kills:
             self._undisturbed_p50 = percentile(self.reader.latencies, 0.5) or 0.0
             within = f"half of them within {self._undisturbed_p50 * 1000:.0f} ms"
             self._tell(f"{self.reader.delivered:,} orders are delivered, {within}")
-        self.kills += 1
-        self._start_relay()
-        what = "1 order" if held == 1 else f"{held} orders"
-        self._tell(f"relay killed (SIGKILL) while it held {what}; the next one starts")
+        orders = "1 order" if held == 1 else f"{held} orders"
+        self._tell(f"relay killed (SIGKILL) while it held {orders} {what}; the next one starts")
 
     def _check_relay(self) -> None:
         if self._relay is not None and self._relay.poll() is not None:
@@ -262,14 +273,16 @@ class Run:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _read_waiting(self) -> set[str]:
+    def _read_ids(self, *states: State) -> set[str]:
+        """The ids of the orders whose events are in these states, of all that are not dead when none is given."""
         records = self._runner.run(self._store.events(Filter(), limit=self._orders))
-        return {orjson.loads(each.event.payload)["id"] for each in records if each.state != "dead"}
+        wanted = [each for each in records if each.state in states or (not states and each.state != "dead")]
+        return {orjson.loads(each.event.payload)["id"] for each in wanted}
 
     def _report(self, rolled_back: int, seconds: float) -> Report:
         committed = shop.read_committed(self._database)
         delivered = self.reader.arrivals.keys()
-        waiting = committed & self._read_waiting()
+        waiting = committed & self._read_ids()
         return Report(
             committed=len(committed),
             rolled_back=rolled_back,

@@ -183,9 +183,8 @@ class MemoryStore:
         for row in self._select("ready"):
             if row.holder is not None or row.event.key in broken:
                 continue
-            is_behind = first.get(row.event.key, row.seq) < row.seq
-            if is_behind or row.event.key in in_flight:
-                row.state = "blocked" if is_behind and not is_prefetch else "ready"
+            if row.event.key in in_flight or first.get(row.event.key, row.seq) < row.seq:
+                row.state = "ready" if is_prefetch else "blocked"
             elif mode == "hold" and row.attempts:
                 batch.has_tried = True
                 broken |= {row.event.key} - {None}
@@ -195,11 +194,11 @@ class MemoryStore:
         return batch
 
     def _fronts(self) -> tuple[set[str | None], dict[str | None, int]]:
-        """The keys that are in flight, and the first row of each key that blocks the later ones."""
+        """The keys that are in flight, and the first row of each key that the later ones wait for."""
         keyed = [row for row in self._select() if row.event.key is not None]
         first: dict[str | None, int] = {}
         for row in keyed:
-            if row.state in ("leased", "waiting") or row.parks:
+            if row.state == "waiting" or row.parks:
                 first.setdefault(row.event.key, row.seq)
         return {row.event.key for row in keyed if row.state == "leased" or row.holder}, first
 
@@ -215,20 +214,19 @@ class MemoryStore:
 
     def _wake(self, max_attempts: int | None, park: bool) -> None:
         now = self.clock()
-        for row in self._past("leased", now):
+        lapsed = self._past("leased", now)
+        for row in lapsed:
             most = row.event.max_attempts or max_attempts
             if most is not None and row.attempts >= most:
                 self._bury(row, LAPSED, parks=park)
-                self._unblock([] if park else [row])
             else:
                 # As on the real stores: rows that lapsed twice return at different moments.
                 longest = min(300.0, 2.0 ** min(row.attempts, 20)) if row.attempts > 1 else 0.0
                 row.enter("waiting", now + timedelta(seconds=random.uniform(0, longest)))
                 row.error = LAPSED
-        due = [*self._past("waiting", now), *self._past("scheduled", now)]
-        for row in due:
+        for row in (due := [*self._past("waiting", now), *self._past("scheduled", now)]):
             row.enter("ready")
-        self._unblock(due)
+        self._unblock([*lapsed, *due])
 
     def _past(self, state: State, now: datetime) -> list[_Row]:
         return [row for row in self._select(state) if row.until_at is not None and row.until_at <= now]

@@ -98,6 +98,7 @@ class Transitions:
         )
         self._next_due = Hot(self._build_next_due())
         self._unblock = Hot(self._build_unblock())
+        self._overtaken = {role: self._build_overtaken(tables[role]) for role in ("outbox", "dead")}
         self._writes = {
             fenced: {
                 name: self._build_write(write, fenced)
@@ -174,20 +175,18 @@ class Transitions:
         """Take rows that wait behind another out of the claim index.
 
         The rows in front are locked first and must still be in front: whoever settles them waits for this commit and
-        then sets the marked rows ready again, so that no row stays blocked behind nothing. A row that waits for a later
-        one of its key, which came to be in flight before it was due, is not marked: it goes on when that one fails.
+        then sets the marked rows ready again, so that no row stays blocked behind nothing.
         """
         order = self.layout.order
         keys = sorted({key for _, key in blocked})
-        fronts: dict[str, Any] = {}
+        fronts: set[str] = set()
         for name, front in (("outbox", order.in_flight), ("outbox", order.blocking), ("dead", order.parking)):
             table = self.tables[name]
-            query = sa.select(table.c[order.key], table.c[self.layout.row]).where(
+            query = sa.select(table.c[order.key]).where(
                 table.c[self.layout.sink] == self.sink, table.c[order.key].in_(keys), front(table.c)
             )
-            for key, row in db.execute(query.with_for_update(skip_locked=True)):
-                fronts[key] = min(row, fronts.get(key, row))
-        rows = [row for row, key in blocked if key in fronts and fronts[key] < row]
+            fronts.update(db.execute(query.with_for_update(skip_locked=True)).scalars())
+        rows = [row for row, key in blocked if key in fronts]
         if not rows:
             return 0
         free = sa.select(self._row).where(self._row.in_(rows), self.layout.ready(self.outbox.c))
@@ -224,8 +223,8 @@ class Transitions:
         moved = self._write(db, "lapse", again, fenced=True)
         if last:
             moved += self.move(db, self.layout.dead, last, fenced=True)
-            if not park:
-                self.unblock(db, {key for _, _, _, key, _ in lapsed if key is not None})
+        # Some of those marked behind them may not have to wait any more; the next claim marks the others again.
+        self.unblock(db, {key for _, _, _, key, _ in lapsed if key is not None})
         return moved
 
     def next_due(self, db: sa.Connection) -> float | None:
@@ -250,7 +249,7 @@ class Transitions:
         counts["dead"] = self.move(db, self.layout.dead, groups["dead"], fenced=fenced) if groups["dead"] else 0
         # A hold takes only rows that were never tried, and nothing is ever blocked behind those.
         if fenced:
-            self.unblock(db, freed_keys(claims, outcomes, park))
+            self.unblock(db, freed_keys(claims, outcomes, park) | self._overtaken_keys(db, groups))
         lost = sum(len(rows) for rows in groups.values()) - sum(counts.values())
         return Settlement(
             counts["delivered"],
@@ -270,6 +269,16 @@ class Transitions:
         ours = sa.select(self._row).where(self._row.in_([claim.row for claim in claims]), fence == claims[0].fence)
         kept = set(db.execute(ours).scalars())
         return [claim for claim in claims if claim.row not in kept]
+
+    def _overtaken_keys(self, db: sa.Connection, groups: Mapping[str, Sequence[Given]]) -> set[str]:
+        """The keys of failed rows that hold up an earlier one, which came due while they were in flight."""
+        keys: set[str] = set()
+        failed = {"outbox": groups["retry"], "dead": [given for given in groups["dead"] if given.parks]}
+        for role, rows in failed.items():
+            if rows:
+                query = self._overtaken[role]
+                keys.update(db.execute(query, {"rows": [given.row_id for given in rows]}).scalars())
+        return keys
 
     def unblock(self, db: sa.Connection, keys: Iterable[str]) -> None:
         """Set rows ready that waited behind these keys."""
@@ -393,6 +402,18 @@ class Transitions:
                 for condition in self.layout.times
             )
         )
+
+    def _build_overtaken(self, failed: sa.Table) -> sa.Select[Any]:
+        layout, order, other = self.layout, self.layout.order, self.outbox.alias()
+        earlier: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+            other.c[layout.sink] == self.sink,
+            other.c[order.key] == failed.c[order.key],
+            order.blocked(other.c),
+            other.c[layout.row] < failed.c[layout.row],
+        )
+        is_waiting = earlier.limit(1).scalar_subquery().correlate(failed).is_not(None)
+        chosen = failed.c[layout.row].in_(sa.bindparam("rows", expanding=True))
+        return sa.select(failed.c[order.key]).where(chosen, is_waiting)
 
     def _build_unblock(self) -> sa.Update:
         order, key = self.layout.order, self.outbox.c[self.layout.order.key]
