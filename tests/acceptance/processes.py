@@ -11,11 +11,12 @@ import itertools
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -75,10 +76,13 @@ class Database:
         with self.engine.begin() as db:
             self.outbox.put(db, *events)
 
+    def _look(self) -> sa.Connection:
+        return self.engine.connect().execution_options(only_reads=True)
+
     def rows(self, *columns: str) -> list[tuple[Any, ...]]:
         """The outbox's rows in order, as far as `columns` are concerned."""
         table = self.outbox.table
-        with self.engine.connect() as db:
+        with self._look() as db:
             found = db.execute(sa.select(*(table.c[name] for name in columns)).order_by(table.c.seq))
             return [tuple(row) for row in found]
 
@@ -92,7 +96,7 @@ class Database:
     def dead(self) -> list[str]:
         """The types of the dead events."""
         table = self.outbox.tables["dead"]
-        with self.engine.connect() as db:
+        with self._look() as db:
             return list(db.execute(sa.select(table.c.type).order_by(table.c.seq)).scalars())
 
     def connections(self) -> list[int]:
@@ -119,13 +123,10 @@ class Database:
         """Whether nobody keeps SQLite's write lock; the servers have no such lock."""
         if self.backend != "sqlite":
             return True
-        with self.engine.connect() as db:
-            db.exec_driver_sql("ROLLBACK")
-            db.exec_driver_sql("PRAGMA busy_timeout = 200")
+        with closing(sqlite3.connect(self.engine.url.database or "", timeout=0.2, isolation_level=None)) as db:
             try:
-                db.exec_driver_sql("BEGIN IMMEDIATE")
-            except sa.exc.OperationalError:
-                db.exec_driver_sql("BEGIN")
+                db.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
                 return False
             return True
 
@@ -140,7 +141,8 @@ def _begin_immediately(engine: sa.Engine) -> None:
 
     @sa.event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        only_reads = connection.get_execution_options().get("only_reads", False)
+        connection.exec_driver_sql("BEGIN" if only_reads else "BEGIN IMMEDIATE")
 
 
 @contextmanager
