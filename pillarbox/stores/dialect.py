@@ -105,12 +105,10 @@ class SameForAll:
             return column.in_(sa.text("SELECT value FROM json_each(:g_row_id)").columns(value=sa.BigInteger))
         return column.in_(sa.bindparam("g_row_id", expanding=True))
 
-    def params(self, rows: Sequence[Given]) -> dict[str, Any]:
-        numbers: Any = [row[0] for row in rows]
-        if self._dialect == "sqlite":
-            numbers = orjson.dumps(numbers).decode()
-        first = rows[0]
-        return {"g_row_id": numbers, **{f"g_{name}": getattr(first, name) for name in self._names}}
+    def params(self, numbers: Sequence[Any], first: Given) -> dict[str, Any]:
+        """The statement's parameters: the rows' numbers, and one of the rows for what they share."""
+        listed: Any = orjson.dumps(numbers).decode() if self._dialect == "sqlite" else numbers
+        return {"g_row_id": listed, **{f"g_{name}": getattr(first, name) for name in self._names}}
 
 
 class UsedColumns:

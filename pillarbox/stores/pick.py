@@ -239,6 +239,9 @@ _set_int: Callable[[UUID, int], None] = UUID.__dict__["int"].__set__
 _set_safety: Callable[[UUID, SafeUUID], None] = UUID.__dict__["is_safe"].__set__
 
 
+UNREADABLE = (ValueError, TypeError, AttributeError)
+
+
 class EventLoader:
     """Makes events from rows whose raw event fields start at an offset."""
 
@@ -246,14 +249,14 @@ class EventLoader:
         decoders: dict[str, Callable[[Any], Any]] = {"headers": _decode_headers, "id": _plain_uuid}
         if dialect != "postgresql":
             decoders |= {"id": _decode_uuid, "due_at": _decode_time, "created_at": _decode_time}
-        self._load = compile_loader(offset=offset, decoders=decoders)
+        self.read = compile_loader(offset=offset, decoders=decoders)
         self._offset = offset
 
     def load(self, row: Sequence[Any]) -> tuple[Event, str | None]:
         """The event, or what can be read of it and why that is not all."""
         try:
-            return self._load(row), None
-        except (ValueError, TypeError, AttributeError) as error:
+            return self.read(row), None
+        except UNREADABLE as error:
             return load_event(*_salvage(row[self._offset :])), str(error)
 
 
@@ -261,12 +264,16 @@ class ClaimLoader:
     """Makes claims from the rows of a pick."""
 
     def __init__(self, dialect: str) -> None:
-        self._load = EventLoader(dialect, FIRST_FIELD).load
+        self._events = EventLoader(dialect, FIRST_FIELD)
+        self._read = self._events.read
 
     def load(self, row: Sequence[Any]) -> Claim:
         """A claim for a picked row; a row that does not decode makes a claim that says so."""
-        event, defect = self._load(row)
-        return Claim(row[4], event, row[5] + 1, defect=None if defect is None else f"Row {row[4]}: {defect}")
+        try:
+            return Claim(row[4], self._read(row), row[5] + 1)
+        except UNREADABLE:
+            event, defect = self._events.load(row)
+            return Claim(row[4], event, row[5] + 1, defect=f"Row {row[4]}: {defect}")
 
 
 def _salvage(values: Sequence[Any]) -> list[Any]:

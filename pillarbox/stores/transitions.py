@@ -30,7 +30,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import insert as mysql_insert
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.event import Claim, Outcome, Released
+from pillarbox.event import DELIVERED, Claim, Outcome, Released
 from pillarbox.layouts.clock import seconds_until
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
@@ -82,6 +82,7 @@ class Transitions:
         self.sink = sink
         self.share = LaneShare(layout.lanes)
         self._hints = is_mysql(dialect)
+        self._deletes = not retain and not self._hints and isinstance(layout.delivered, Delete)
         self._row = self.outbox.c[layout.row]
         self._mine = self.outbox.c[layout.sink] == sa.bindparam("sink", sink)
         self._given = GivenRows(dialect)
@@ -238,6 +239,9 @@ class Transitions:
         self, db: sa.Connection, claims: Sequence[Claim], outcomes: Sequence[Outcome], *, mode: Mode, park: bool
     ) -> Settlement:
         """Write what became of the claims; a claim whose fence is gone changes nothing."""
+        is_whole = self._deletes and len(outcomes) == len(claims) > 0
+        if is_whole and all(outcome is DELIVERED for outcome in outcomes):
+            return self._settle_delivered(db, claims, fenced=mode == "lease")
         groups = group_outcomes(claims, outcomes, park)
         fenced = mode == "lease"
         if mode == "hold":
@@ -258,6 +262,15 @@ class Transitions:
             sum(isinstance(outcome, Released) for outcome in outcomes) if mode == "hold" else counts["release"],
             lost,
         )
+
+    def _settle_delivered(self, db: sa.Connection, claims: Sequence[Claim], *, fenced: bool) -> Settlement:
+        """Nearly every settlement: all claims of the batch, which share a fence, are delivered and deleted."""
+        write = self._writes[fenced]["delivered"]
+        params = write.same.params([claim.row for claim in claims], Given(None, claims[0].fence))
+        delivered = write.alike.execute(db, params).rowcount
+        if fenced:
+            self.unblock(db, {claim.event.key for claim in claims if claim.event.key is not None})
+        return Settlement(delivered, lost=len(claims) - delivered)
 
     def renew(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
         """Extend the claims that are still ours; returns those that are not."""
@@ -383,7 +396,7 @@ class Transitions:
         rest = rows[0][1:]
         # MySQL and MariaDB walk the whole table for a list of numbers, and wait there for rows that others hold.
         if not is_mysql(self.dialect) and all(row[1:] == rest for row in rows):
-            return write.alike.execute(db, write.same.params(rows)).rowcount
+            return write.alike.execute(db, write.same.params([row[0] for row in rows], rows[0])).rowcount
         return write.each.execute(db, write.given.params(rows)).rowcount
 
     def _select_due(self, condition: ColumnElement[bool], *more: Any) -> sa.Select[Any]:
