@@ -181,8 +181,11 @@ class Relay:
                     raise SinkUnavailable(self._sink_error)
                 if len(tasks) >= self._in_flight:
                     await self._wait(tasks, None)
-                elif self.breaker.is_open or (self.breaker.is_probing and tasks):
-                    await self._wait(tasks, self.breaker.wait() or None)
+                elif self.breaker.is_open:
+                    # Never without a bound: the pause may be over by now, and nothing else would end the wait.
+                    await self._wait(tasks, max(0.001, self.breaker.wait()))
+                elif self.breaker.is_probing and tasks:
+                    await self._wait(tasks, None)
                 elif not await self._advance(tasks, drains=drains):
                     return
         finally:

@@ -277,6 +277,27 @@ async def test_a_relay_waits_for_a_destination_and_goes_on(kit: Kit, store: Stor
     assert breaker.state == "closed"
 
 
+class OverBreaker(Breaker):
+    """Its pause is over between the question whether it is open and the question for how long."""
+
+    is_asked = False
+
+    @property
+    def is_open(self) -> bool:
+        first, self.is_asked = not self.is_asked, True
+        return first
+
+    def wait(self) -> float:
+        return 0.0
+
+
+async def test_a_pause_that_is_over_when_it_is_waited_for_ends(kit: Kit, store: Store) -> None:
+    kit.put(event("a"))
+    sink = MemorySink()
+    await run_until(Relay(store, sink, breaker=OverBreaker("memory")), lambda: sink.claims, seconds=10)
+    assert types(sink) == "a"
+
+
 async def test_what_was_delivered_before_the_destination_went_down_is_not_sent_again(kit: Kit, store: Store) -> None:
     kit.put(*events("a b c"))
     sink = MemorySink()
