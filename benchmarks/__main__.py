@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 
 from benchmarks import latency, put, relay, sqlite
@@ -31,6 +32,9 @@ def main() -> int:
         return 2
     results = []
     for name in names:
+        # As `pillarbox relay` does, for both sides of each comparison.
+        gc.collect()
+        gc.freeze()
         results.append(asyncio.run(BENCHMARKS[name]()))
         print(results[-1].line(), flush=True)
     return 0 if all(result.is_ok for result in results) else 1

@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -143,6 +144,10 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Counts | None]:
     try:
         await _open(relay, drains=drains)
         log.info("%s", _describe_start(config, store, sink, drains=drains))
+        # What is loaded by now stays to the end; a collector that looked through it again and again would cost
+        # about a seventh of its time.
+        gc.collect()
+        gc.freeze()
         if not drains:
             await relay.run()
             return tally, None

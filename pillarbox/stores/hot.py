@@ -7,7 +7,7 @@ statements of a claim are large.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -31,6 +31,15 @@ class Hot:
             result: CursorResult[Any] = db.execute(self._statement, params)
             return result
         return db.exec_driver_sql(self._sql, self._bind(params))
+
+    def fetch(self, db: sa.Connection, params: Mapping[str, Any]) -> Sequence[Any]:
+        """The rows as the driver gives them: SQLAlchemy's own are made one by one and nobody reads them by name."""
+        result = self.execute(db, params)
+        if self._is_expanding:
+            return result.all()
+        rows: Sequence[Any] = result.cursor.fetchall()
+        result.close()
+        return rows
 
     def _compile(self, dialect: Dialect) -> None:
         compiled: SQLCompiler = self._statement.compile(dialect=dialect)
