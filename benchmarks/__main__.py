@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, put, relay, sqlite
+from benchmarks import latency, layouts, put, relay, sqlite
 
 BENCHMARKS = {
     function.__name__: function
@@ -20,6 +20,7 @@ BENCHMARKS = {
         sqlite.sqlite_put,
         sqlite.sqlite_drain,
         relay.relay_memory,
+        *layouts.BENCHMARKS,
     )
 }
 

@@ -44,6 +44,7 @@ from pillarbox.values import (
     read_pause,
     read_switch,
     read_text,
+    read_texts,
     show,
 )
 
@@ -64,6 +65,8 @@ class StoreConfig:
     table: str | None = _key(read_text)
     schema: str | None = _key(read_text)
     lanes: int | None = _key(read_number)
+    topics: tuple[str, ...] | None = _key(read_texts)
+    recipient: str | None = _key(read_text)
     pooler: bool | None = _key(read_switch)
     hold_behind_pooler: bool | None = _key(read_switch)
     notify: bool | None = _key(read_switch)
@@ -86,7 +89,7 @@ class RelayConfig:
     batch_size: int = _key(read_number, 500)
     in_flight: int | None = _key(read_number)
     claim: Literal["auto", "hold", "lease"] = _key(one_of("auto", "hold", "lease"), "auto")
-    lease: timedelta = _key(read_duration, timedelta(seconds=30))
+    lease: timedelta | None = _key(read_duration)
     poll: timedelta = _key(read_pause, timedelta(seconds=1))
     dead: Literal["park", "skip"] = _key(one_of("park", "skip"), "park")
     stop_timeout: timedelta = _key(read_duration, timedelta(seconds=10))
@@ -114,9 +117,9 @@ class Config:
     def get_layout(self) -> Layout:
         """The layout, with the number of lanes its table was made with."""
         layout = get_layout(self.store.layout)
-        if self.store.lanes is None or self.store.lanes == layout.lanes:
+        if self.store.lanes is None or (layout.order is not None and self.store.lanes == layout.order.lanes):
             return layout
-        if layout.name != "pillarbox":
+        if layout.order is None:
             raise ConfigError(f"Layout {layout.name!r} has no lanes of its own; leave lanes = {self.store.lanes} out")
         return pillarbox_layout(self.store.lanes)
 
@@ -137,6 +140,8 @@ class Config:
                 table=store.table,
                 schema=store.schema,
                 retention=self.relay.retention,
+                topics=store.topics,
+                sink=store.recipient or "",
                 **options,
             )
         except ConfigError as error:

@@ -47,10 +47,17 @@ def run(driver: str, connection: Any, statements: Iterable[Prepared]) -> list[in
     cursor = _CURSORS[driver](connection)
     try:
         for statement in statements:
+            known = None
+            if statement.lock is not None:
+                cursor.execute(*statement.lock)
+            if statement.before is not None:
+                cursor.execute(*statement.before)
+                known = cursor.fetchall()
             cursor.execute(statement.sql, statement.params)
             if statement.lookup is not None:
                 cursor.execute(*statement.lookup)
-            existing += (start + position for position in statement.existing(cursor.fetchall()))
+            rows = cursor.fetchall() if known is None else known
+            existing += (start + position for position in statement.existing(rows))
             start += len(statement.ids)
     except Exception as error:
         raise_failed_transaction(error)
@@ -119,12 +126,16 @@ _CURSORS: dict[str, Callable[[Any], Any]] = {
 
 
 async def _fetch_asyncpg(connection: Any, statement: Prepared) -> Sequence[Any]:
+    if statement.lock is not None:
+        await connection.fetch(statement.lock[0], *statement.lock[1])
     rows: Sequence[Any] = await connection.fetch(statement.sql, *statement.params)
     return rows
 
 
 async def _fetch_psycopg(connection: Any, statement: Prepared) -> Sequence[Any]:
     async with _psycopg_cursor(connection) as cursor:
+        if statement.lock is not None:
+            await cursor.execute(*statement.lock)
         await cursor.execute(statement.sql, statement.params)
         rows: Sequence[Any] = await cursor.fetchall()
     return rows

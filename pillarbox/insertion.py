@@ -15,15 +15,15 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
-import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Dialect
 from sqlalchemy.sql import ColumnElement
 
+from pillarbox.encoding import Encoder
 from pillarbox.event import Event
 from pillarbox.layouts import Layout
-from pillarbox.layouts.clock import Timestamp, later
+from pillarbox.layouts.clock import Timestamp, later, now
 from pillarbox.wakeup import channel_name
 
 MAX_ROWS = 1000
@@ -43,12 +43,21 @@ class Prepared(NamedTuple):
     lookup: tuple[str, Any] | None = None
     is_counted: bool = False
     """Whether the result is one row, with the new ids only when some of the events are not among them."""
+    lock: tuple[str, Any] | None = None
+    """Must be run first, for its locks."""
+    before: tuple[str, Any] | None = None
+    """Must be asked first, and then is the result: the ids that are there already."""
+    left_out: Sequence[int] = ()
+    """The positions of events that were not sent because an earlier one has their dedup key."""
 
     def existing(self, rows: Sequence[Any]) -> list[int]:
         """The positions of the events that were not written, from the rows of the result."""
+        if self.before is not None:
+            found = {_as_uuid(row[0]) for row in rows}
+            return [position for position, event_id in enumerate(self.ids) if event_id in found]
         if self.is_counted:
             if rows[0][0] is None:
-                return []
+                return list(self.left_out)
             rows = [(row_id,) for row_id in rows[0][0]]
         elif len(rows) == len(self.ids):
             return []
@@ -76,6 +85,7 @@ class Insertion(ABC):
 
     def __init__(self, layout: Layout, table: sa.Table, dialect: Dialect, *, sink: str, notify: bool) -> None:
         self._layout = layout
+        self._encoder = Encoder(layout, table)
         # Without the table's own defaults: what a put does not name is the database's to fill.
         self._table = sa.table(table.name, *(sa.column(c.name, c.type) for c in table.c), schema=table.schema)
         self._channel = channel_name(table)
@@ -100,7 +110,7 @@ class Insertion(ABC):
     def _prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared: ...
 
     def _lanes(self, events: Sequence[Event]) -> list[int]:
-        crc32, lanes = zlib.crc32, self._layout.lanes
+        crc32, lanes = zlib.crc32, self._layout.keyed.lanes
         return [crc32(event.id.bytes if event.key is None else event.key.encode()) % lanes for event in events]
 
 
@@ -112,40 +122,72 @@ class _ArrayInsertion(Insertion):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        fields = self._layout.fields
-        self._always = [(name, get) for name, get in _ALWAYS.items() if name in fields]
+        fields, read = self._layout.fields, self._encoder.getter
+        required = {name for name in self._layout.absent if name in fields and name != "headers"}
+        self._always = [(name, read(name)) for name in (*_ALWAYS, *required) if name in fields or name == "id"]
+        # A table whose rows always have a due time takes one whether the event brings it or not.
         self._groups = [
-            [(name, _read(name)) for name in group if name in fields or name == "delay"] for group in _OPTIONAL_GROUPS
+            [
+                (name, _read_delay if name == "delay" else read(name))
+                for name in group
+                if (name in fields or name in ("due_at", "delay")) and name not in required
+            ]
+            for group in _OPTIONAL_GROUPS
         ]
+        self._has_lanes = self._layout.order is not None
+        self._is_locked = self._layout.is_locked_at_put
+        self._locking: _Compiled | None = None
         self._statements: dict[tuple[str, ...], _Compiled] = {}
         self._singles: dict[tuple[str, ...], _Compiled] = {}
         self._keeps_uuid = self._dialect.driver in ("asyncpg", "psycopg", "psycopg_async")
         self._is_binary = self._dialect.driver in ("psycopg", "psycopg_async")
 
     def _prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared:
-        if len(events) == 1:
-            return self._prepare_one(events[0], headers[0])
+        if self._is_locked:
+            ids = [event.id for event in events]
+            kept = _first_of_each(events)
+            if len(kept) < len(ids):
+                sent = self._prepare_many([events[index] for index in kept], [headers[index] for index in kept])
+                return sent._replace(ids=ids, left_out=sorted(set(range(len(ids))) - set(kept)))
+        return self._prepare_one(events[0], headers[0]) if len(events) == 1 else self._prepare_many(events, headers)
+
+    def _prepare_many(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared:
         ids = [event.id for event in events]
         arrays: dict[str, Sequence[Any]] = {name: list(map(get, events)) for name, get in self._always}
         arrays["id"] = ids if self._keeps_uuid else list(map(str, ids))
-        arrays["lane"] = self._lanes(events)
+        if self._has_lanes:
+            arrays["lane"] = self._lanes(events)
         for group in self._groups:
             found = {name: headers if name == "headers" else list(map(get, events)) for name, get in group}
             if any(values.count(None) < len(ids) for values in found.values()):
                 arrays |= found
         statement = self._statement(tuple(arrays), is_single=False)
-        return Prepared(statement.sql, statement.bind(arrays), ids, is_counted=True)
+        return Prepared(statement.sql, statement.bind(arrays), ids, is_counted=True, lock=self._lock(events))
 
     def _prepare_one(self, event: Event, headers: str | None) -> Prepared:
         values: dict[str, Any] = {name: get(event) for name, get in self._always}
         values["id"] = event.id if self._keeps_uuid else str(event.id)
-        [values["lane"]] = self._lanes([event])
+        if self._has_lanes:
+            [values["lane"]] = self._lanes([event])
         for group in self._groups:
             found = {name: headers if name == "headers" else get(event) for name, get in group}
             if any(value is not None for value in found.values()):
                 values |= found
         statement = self._statement(tuple(values), is_single=True)
-        return Prepared(statement.sql, statement.bind(values), [event.id])
+        return Prepared(statement.sql, statement.bind(values), [event.id], lock=self._lock([event]))
+
+    def _lock(self, events: Sequence[Event]) -> tuple[str, Any] | None:
+        """Locks on ids and dedup keys until the transaction ends, in one order for everybody."""
+        if not self._is_locked:
+            return None
+        names = {f"id {event.id}" for event in events} | {f"key {e.dedup_key}" for e in events if e.dedup_key}
+        if self._locking is None:
+            listed = sa.func.unnest(sa.bindparam("names", type_=postgresql.ARRAY(sa.Text)))
+            given = listed.table_valued(sa.column("name", sa.Text), name="listed").render_derived()
+            space: ColumnElement[int] = sa.literal_column(str(zlib.crc32(self._channel.encode())))
+            number = sa.func.hashtextextended(given.c.name, space)
+            self._locking = _compile(sa.select(sa.func.pg_advisory_xact_lock(number)), self._dialect)
+        return self._locking.sql, self._locking.bind({"names": sorted(names)})
 
     def _statement(self, names: tuple[str, ...], *, is_single: bool) -> _Compiled:
         statements = self._singles if is_single else self._statements
@@ -166,18 +208,24 @@ class _ArrayInsertion(Insertion):
 
     def _build(self, names: Sequence[str], is_single: bool) -> Any:
         layout = self._layout
-        given = _given(names, is_single).columns(*(sa.column(name) for name in names)).subquery("given").c
-        columns: dict[str, Any] = {layout.fields[name]: given[name] for name in names if name in layout.fields}
-        if "headers" in names:
-            columns[layout.fields["headers"]] = sa.cast(given.headers, postgresql.JSONB)
-        columns |= {layout.sink: sa.literal_column(_quote(self._sink)), layout.lane: given.lane}
+        kinds = {name: self._kind(name) for name in names}
+        given = _given(kinds, is_single).columns(*(sa.column(name) for name in names)).subquery("given").c
+        columns: dict[str, Any] = {
+            layout.fields[name]: self._convert(name, given[name]) for name in names if name in layout.fields
+        }
+        if self._has_lanes:
+            columns |= {layout.keyed.sink: sa.literal_column(_quote(self._sink)), layout.keyed.lane: given.lane}
         due = None
         if "due_at" in names:
-            due = sa.func.coalesce(given.due_at, later(given.delay), type_=Timestamp())
-        columns |= layout.put(due)
+            # Where a row always has a due time, events of the statement that bring none are due now.
+            else_now = () if "due_at" in layout.fields else (now(),)
+            due = sa.func.coalesce(given.due_at, later(given.delay), *else_now, type_=Timestamp())
+        columns |= layout.put(due) if layout.put is not None else {}
         source = sa.select(*(_element(value).label(name) for name, value in columns.items()))
-        row_id = self._table.c[layout.fields["id"]]
+        if self._is_locked:
+            source = source.where(sa.not_(self._is_there(given, names)))
         insert = postgresql.insert(self._table).from_select(list(columns), source).on_conflict_do_nothing()
+        row_id = self._returned_id().label("put_id")
         channel: ColumnElement[str] = sa.literal_column(_quote(self._channel))
         told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
         if is_single:  # a row that returns says it all
@@ -186,21 +234,42 @@ class _ArrayInsertion(Insertion):
         count = sa.func.count()
         # The ids go back only when some of them were there before.
         missing = count < sa.func.cardinality(sa.text("CAST(:id AS UUID[])"))
-        found = sa.func.coalesce(
-            sa.func.array_agg(sa.cast(put.c[row_id.name], sa.Text)), sa.text("CAST('{}' AS TEXT[])")
-        )
+        found = sa.func.coalesce(sa.func.array_agg(sa.cast(put.c.put_id, sa.Text)), sa.text("CAST('{}' AS TEXT[])"))
         result = [sa.case((missing, found))]
         if self._notify:
             result.append(sa.case((count > sa.literal_column("0"), told)))
         return sa.select(*result).select_from(put)
 
+    def _is_there(self, given: Any, names: Sequence[str]) -> ColumnElement[bool]:
+        other = self._table.alias("other")
+        same = [other.c[self._layout.fields[name]] == given[name] for name in ("id", "dedup_key") if name in names]
+        return sa.exists(sa.select(sa.literal_column("1")).where(sa.or_(*same)))
 
-def _given(names: Sequence[str], is_single: bool) -> sa.TextClause:
-    kinds = {name: _TYPES.get(name, "TEXT") for name in names}
+    def _kind(self, name: str) -> str:
+        if name == "payload":
+            is_text = not isinstance(self._table.c[self._layout.fields["payload"]].type, sa.LargeBinary)
+            return "TEXT" if is_text else "BYTEA"
+        return _TYPES.get(name, "TEXT")
+
+    def _convert(self, name: str, value: Any) -> Any:
+        if name == "headers" or (name in self._layout.fields and self._encoder.is_document(name)):
+            return sa.cast(value, postgresql.JSONB)
+        return sa.cast(value, postgresql.UUID) if name != "id" and self._encoder.is_uuid(name) else value
+
+    def _returned_id(self) -> Any:
+        fields, c = self._layout.fields, self._table.c
+        if "id" in fields:
+            return c[fields["id"]]
+        # It travels in the headers.
+        header: ColumnElement[str] = sa.literal_column(_quote(self._layout.carried["id"]))
+        return sa.cast(c[fields["headers"]].op("->>")(header), postgresql.UUID)
+
+
+def _given(kinds: Mapping[str, str], is_single: bool) -> sa.TextClause:
     if is_single:
         return sa.text("SELECT " + ", ".join(f'CAST(:{name} AS {kind}) AS "{name}"' for name, kind in kinds.items()))
     arrays = ", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in kinds.items())
-    quoted = ", ".join(f'"{name}"' for name in names)
+    quoted = ", ".join(f'"{name}"' for name in kinds)
     return sa.text(f"SELECT * FROM unnest({arrays}) AS g({quoted})")
 
 
@@ -211,11 +280,18 @@ class _ValuesInsertion(Insertion):
         super().__init__(*args, **options)
         self._dialect = _positional(self._dialect)
         self._is_sqlite = self._dialect.name == "sqlite"
+        self._has_lanes = self._layout.order is not None
+        self._is_binary = isinstance(self._table.c[self._layout.fields["payload"]].type, sa.LargeBinary)
         # aiomysql cannot write bytes into a statement with the PyMySQL of today.
-        self._is_hex = self._dialect.driver == "aiomysql"
+        self._is_hex = self._dialect.driver == "aiomysql" and self._is_binary
         # The fields whose stored form is not the event's own come after the others, see `_row`.
         self._plain = [name for name in _CARRIED if name in self._layout.fields]
-        self._get = attrgetter(*self._plain)
+        readers = [self._encoder.getter(name) for name in self._plain]
+        is_plain = len(self._plain) > 1 and not self._layout.absent
+        self._get: Callable[[Event], tuple[Any, ...]] = (
+            attrgetter(*self._plain) if is_plain else lambda event: tuple(read(event) for read in readers)
+        )
+        self._read_payload = self._encoder.getter("payload")
         self._kinds = {kind: self._compile_row(due) for kind, due in _DUE.items()}
         if self._is_sqlite:
             longest = max(len(kind.sql) for kind in self._kinds.values()) + 2
@@ -224,17 +300,16 @@ class _ValuesInsertion(Insertion):
         else:
             self._max_bytes = _MAX_MYSQL_BYTES
         row_id = self._quote(self._layout.fields["id"])
-        lane = self._quote(self._layout.lane)
         # INSERT IGNORE would also hide values that do not fit; the fence tells whose row it is.
         self._tail = (
             f" ON CONFLICT DO NOTHING RETURNING {row_id}"
             if self._is_sqlite
-            else f" ON DUPLICATE KEY UPDATE {lane} = {lane}"
+            else f" ON DUPLICATE KEY UPDATE {row_id} = {row_id}"
         )
         self._mark = "?" if self._dialect.paramstyle == "qmark" else "%s"
         table = self._dialect.identifier_preparer.format_table(self._table)
-        fence = f"{self._quote(self._layout.lease.fence)} = {self._mark}"
-        self._lookup = f"SELECT {row_id} FROM {table} WHERE {fence} AND {row_id} IN "
+        fence = f"{self._quote(self._layout.lease.fence)} = {self._mark} AND " if self._has_lanes else ""
+        self._lookup = f"SELECT {row_id} FROM {table} WHERE {fence}{row_id} IN "
 
     def _prepare(self, events: Sequence[Event], headers: Sequence[str | None]) -> Prepared:
         fence = str(uuid4())
@@ -242,7 +317,9 @@ class _ValuesInsertion(Insertion):
         texts = list(map(str, ids))
         rows: list[str] = []
         params: list[Any] = []
-        for event, row_id, lane, text in zip(events, texts, self._lanes(events), headers, strict=True):
+        lanes = self._lanes(events) if self._has_lanes else [0] * len(events)
+        absent = self._layout.absent.get("headers")
+        for event, row_id, lane, text in zip(events, texts, lanes, headers, strict=True):
             kind: str | None = None
             due: str | float | None = None
             if event.due_at is not None:
@@ -251,13 +328,16 @@ class _ValuesInsertion(Insertion):
                 kind, due = "delay", event.delay.total_seconds()
             row = self._kinds[kind]
             rows.append(row.sql)
-            payload = event.payload.hex() if self._is_hex else event.payload
-            params += row.pick((*self._get(event), payload, row_id, text, self._sink, lane, fence, due))
+            payload = event.payload.hex() if self._is_hex else self._read_payload(event)
+            listed = absent if text is None else text
+            params += row.pick((*self._get(event), payload, row_id, listed, self._sink, lane, fence, due))
         sql = f"{self._kinds[None].head} VALUES {', '.join(rows)}{self._tail}"
         if self._is_sqlite:
             return Prepared(sql, tuple(params), ids)
-        marks = ", ".join([self._mark] * len(ids))
-        return Prepared(sql, tuple(params), ids, (f"{self._lookup}({marks})", (fence, *texts)))
+        lookup = f"{self._lookup}({', '.join([self._mark] * len(ids))})"
+        if self._has_lanes:
+            return Prepared(sql, tuple(params), ids, (lookup, (fence, *texts)))
+        return Prepared(sql, tuple(params), ids, before=(lookup, tuple(texts)))
 
     def _compile_row(self, due: Any) -> _Row:
         layout = self._layout
@@ -267,9 +347,10 @@ class _ValuesInsertion(Insertion):
         }
         if self._is_hex:
             columns[layout.fields["payload"]] = sa.func.unhex(sa.bindparam("p_payload"))
-        columns |= {layout.sink: sa.bindparam("p_sink"), layout.lane: sa.bindparam("p_lane")}
-        columns |= layout.put(due)
-        if not self._is_sqlite:
+        if self._has_lanes:
+            columns |= {layout.keyed.sink: sa.bindparam("p_sink"), layout.keyed.lane: sa.bindparam("p_lane")}
+        columns |= layout.put(due) if layout.put is not None else {}
+        if not self._is_sqlite and self._has_lanes:
             columns[layout.lease.fence] = sa.bindparam("p_fence")
         insert = sa.insert(self._table).values({name: _element(value) for name, value in columns.items()})
         compiled = _compile(insert, self._dialect)
@@ -307,7 +388,7 @@ _CARRIED = (
     *("type", "topic", "key", "content_type", "dedup_key", "aggregate_type", "aggregate_id"),
     *("schema_version", "correlation_id", "causation_id", "trace_id", "source", "max_attempts"),
 )
-_ALWAYS = {name: attrgetter(name) for name in ("id", "type", "topic", "key", "payload", "content_type")}
+_ALWAYS = ("id", "type", "topic", "key", "payload", "content_type")
 # Together, so that there are few statements to prepare.
 _OPTIONAL_GROUPS = (
     ("headers",),
@@ -318,10 +399,6 @@ _OPTIONAL_GROUPS = (
         *("trace_id", "source", "max_attempts"),
     ),
 )
-
-
-def _read(name: str) -> Callable[[Event], Any]:
-    return _read_delay if name == "delay" else attrgetter(name)
 
 
 def _read_delay(event: Event) -> float | None:
@@ -360,17 +437,16 @@ def dialect_of(driver: str) -> Dialect:
     return dialect
 
 
-def encode_headers(events: Sequence[Event], trace: Mapping[str, str]) -> list[str | None]:
-    """Each event's headers as JSON, with the trace it is put in unless it brings its own."""
-    alone = orjson.dumps(trace).decode() if trace else None
-    return [alone if not event.headers else _encode(event.headers, trace) for event in events]
-
-
-def _encode(headers: Mapping[str, Any], trace: Mapping[str, str]) -> str:
-    # A trace state belongs to its parent: the two are never taken from different traces.
-    if trace and not any(name.lower() == "traceparent" for name in headers):
-        return orjson.dumps({**trace, **headers}).decode()
-    return orjson.dumps(dict(headers)).decode()
+def _first_of_each(events: Sequence[Event]) -> list[int]:
+    """The positions of events whose dedup key no earlier one has: the rows of one statement do not see each other."""
+    seen: set[str] = set()
+    kept: list[int] = []
+    for index, event in enumerate(events):
+        if event.dedup_key is None or event.dedup_key not in seen:
+            kept.append(index)
+        if event.dedup_key is not None:
+            seen.add(event.dedup_key)
+    return kept
 
 
 def _positional(dialect: Dialect) -> Dialect:
@@ -389,7 +465,11 @@ def _quote(text: str) -> str:
 
 
 def _element(value: Any) -> Any:
-    return sa.null() if value is None else value
+    if value is None:
+        return sa.null()
+    if isinstance(value, str):
+        return sa.literal_column(_quote(value))
+    return sa.literal_column(str(value)) if isinstance(value, int) else value
 
 
 def _as_uuid(value: Any) -> UUID:

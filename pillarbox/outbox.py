@@ -19,13 +19,15 @@ from sqlalchemy.orm import Session, scoped_session
 
 from pillarbox import drivers
 from pillarbox.durations import parse_duration
+from pillarbox.encoding import Encoder
 from pillarbox.errors import InvalidEvent, PayloadTooLarge, ReceiptPending, TransactionError
 from pillarbox.event import Event
 from pillarbox.flush import Marker, add_part, make_marker
-from pillarbox.insertion import Insertion, Prepared, dialect_of, encode_headers, insertion_for
+from pillarbox.insertion import Insertion, Prepared, dialect_of, insertion_for
 from pillarbox.layouts import Layout, declare_layout, get_layout
 from pillarbox.layouts.clock import Timestamp
 from pillarbox.layouts.mixin import check_models
+from pillarbox.stores.build import build_transitions
 from pillarbox.stores.transitions import Transitions
 from pillarbox.stores.url import open_store
 from pillarbox.targets import (
@@ -137,6 +139,7 @@ class Outbox:
         self.table = self.tables["outbox"]
         self.max_payload = max_payload
         self.retention = None if retention is None else parse_duration(retention)
+        self._encoder = Encoder(self.layout, self.table)
         self._notify = notify
         self._marker: type[Marker] | None = None
         self._insert = sa.insert(self.table)
@@ -144,14 +147,25 @@ class Outbox:
         self._transitions: dict[tuple[str | None, ...], Transitions] = {}
 
     @classmethod
-    def from_models(cls, outbox: Any, *, dead: Any, lanes: Any, audit: Any, **options: Any) -> Outbox:
+    def from_models(
+        cls,
+        outbox: Any,
+        *,
+        layout: str | Layout = "pillarbox",
+        dead: Any = None,
+        lanes: Any = None,
+        audit: Any = None,
+        state: Any = None,
+        **options: Any,
+    ) -> Outbox:
         """An outbox on mapped classes made from the layout's mixins.
 
         Relays know the outbox table's name only, so the others are named after it: `…_dead`, `…_lanes`,
-        `…_audit`.
+        `…_audit`, or as the layout names them.
         """
-        models = {"outbox": outbox, "dead": dead, "lanes": lanes, "audit": audit}
-        layout = get_layout(options.pop("layout", "pillarbox"))
+        named = {"outbox": outbox, "dead": dead, "lanes": lanes, "audit": audit, "state": state}
+        models = {role: model for role, model in named.items() if model is not None}
+        layout = get_layout(layout)
         tables = check_models(layout, models)
         return cls(tables["outbox"].metadata, layout, tables=tables, **options)
 
@@ -215,12 +229,13 @@ class Outbox:
                     f"{self.max_payload} are allowed. Store it elsewhere and send a reference, or raise "
                     "max_payload."
                 )
+            self._encoder.check(event)
         ids = [event.id for event in events]
         if len(set(ids)) < len(ids):
             twice = next(event for event in events if ids.count(event.id) > 1)
             raise InvalidEvent(f"Event {twice.type!r}: id {twice.id} is twice in one put")
         # The trace of the put, not of the flush, which may come when the span is over.
-        return _Part(events, encode_headers(events, current_trace_headers()), Receipt(events), lock_key)
+        return _Part(events, self._encoder.headers(events, current_trace_headers()), Receipt(events), lock_key)
 
     def _put_session(self, session: Session, part: _Part) -> None:
         if not session.is_active:
@@ -258,10 +273,14 @@ class Outbox:
             self._lock_keys(connection, parts)
             schemas = connection.get_execution_options().get("schema_translate_map")
             for statement in self._prepare(parts, connection.dialect, schemas):
+                if statement.lock is not None:
+                    connection.exec_driver_sql(*statement.lock)
+                known = connection.exec_driver_sql(*statement.before).all() if statement.before else None
                 result = connection.exec_driver_sql(statement.sql, statement.params)
                 if statement.lookup is not None:
                     result = connection.exec_driver_sql(*statement.lookup)
-                existing += (start + position for position in statement.existing(result.all()))
+                rows = result.all() if known is None else known
+                existing += (start + position for position in statement.existing(rows))
                 start += len(statement.ids)
         except InvalidRequestError as error:
             raise TransactionError(f"This connection cannot take events: {error}") from error
@@ -379,7 +398,7 @@ class Outbox:
         style = _style(connection.dialect, self._schema_in(schemas))
         if style not in self._transitions:
             tables = self._tables_in(schemas)
-            self._transitions[style] = Transitions(self.layout, tables, dialect=connection.dialect.name)
+            self._transitions[style] = build_transitions(self.layout, tables, dialect=connection.dialect.name)
         return self._transitions[style]
 
 

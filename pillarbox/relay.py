@@ -59,7 +59,7 @@ class Relay:
         batch_size: int = 500,
         in_flight: int | None = None,
         claim: Literal["auto", "hold", "lease"] = "auto",
-        lease: timedelta = timedelta(seconds=30),
+        lease: timedelta | None = None,
         retry: RetryPolicy | None = None,
         dead: Literal["park", "skip"] = "park",
         poll: timedelta = timedelta(seconds=1),
@@ -70,7 +70,7 @@ class Relay:
         in_flight = store.in_flight if in_flight is None else in_flight
         if batch_size < 1 or in_flight < 1:
             raise ConfigError(f"Relay: expected a positive batch_size and in_flight, got {batch_size} and {in_flight}")
-        if lease < timedelta(seconds=1):
+        if lease is not None and lease < timedelta(seconds=1):
             raise ConfigError(f"Relay: expected a lease of at least a second, got {lease}")
         if poll <= timedelta(0):
             raise ConfigError(f"Relay: expected a poll above zero, got {poll}")
@@ -84,7 +84,7 @@ class Relay:
         self._batch_size = batch_size
         self._in_flight = in_flight
         self._claim_by = claim
-        self._lease = lease
+        self._lease: timedelta = store.lease if lease is None else lease
         self._retry = retry or Exponential()
         self._parks = dead == "park"
         self._poll = poll

@@ -42,6 +42,13 @@ def read_text(given: Given) -> str:
     return given.value
 
 
+def read_texts(given: Given) -> tuple[str, ...]:
+    value = given.value.split(",") if given.is_text and isinstance(given.value, str) else given.value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
+        raise _wrong(given, "a list of texts" if not given.is_text else "texts with commas between them")
+    return tuple(each.strip() for each in value)
+
+
 def read_number(given: Given) -> int:
     value = as_number(given.value) if given.is_text else given.value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

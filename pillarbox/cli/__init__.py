@@ -19,6 +19,7 @@ from pillarbox.cli.demo import demo
 from pillarbox.cli.events import app as events
 from pillarbox.cli.logs import wants_tracebacks
 from pillarbox.cli.options import UsageError
+from pillarbox.cli.partitions import app as partitions
 from pillarbox.cli.relay import relay
 from pillarbox.cli.schema import app as schema
 from pillarbox.cli.status import audit, prune, status
@@ -55,6 +56,7 @@ app.add_typer(events, name="events")
 app.command()(prune)
 app.command()(audit)
 app.add_typer(schema, name="schema")
+app.add_typer(partitions, name="partitions")
 app.command()(bench)
 app.command()(demo)
 

@@ -74,11 +74,20 @@ def relay(
     in_flight: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2; SQLite 1).")
     ] = None,
+    topics: Annotated[
+        list[str] | None,
+        typer.Option("--topic", metavar="NAME", help="Only this topic; may be repeated (faststream: queues)."),
+    ] = None,
+    recipient: Annotated[
+        str | None,
+        typer.Option("--recipient", metavar="NAME", help="Only the rows for this one (ekbatan-notifications)."),
+    ] = None,
     claim: Annotated[
         ClaimBy | None, typer.Option(help="Hold rows locked, lease them, or as the sink allows (auto).")
     ] = None,
     lease: Annotated[
-        timedelta | None, duration_option("--lease", example="30s", text="How long a lease lasts (30s).")
+        timedelta | None,
+        duration_option("--lease", example="30s", text="How long a lease lasts (30s, or as the layout has it)."),
     ] = None,
     poll: Annotated[
         timedelta | None, duration_option("--poll", example="1s", text="Longest pause of an idle relay (1s).")
@@ -100,6 +109,8 @@ def relay(
     config = load(
         {
             "sink.url": sink,
+            "store.topics": topics or None,
+            "store.recipient": recipient,
             "relay.batch_size": batch_size,
             "relay.in_flight": in_flight,
             "relay.claim": None if claim is None else claim.value,
@@ -179,6 +190,7 @@ def _describe_start(config: Config, store: SqlStore, sink: Sink, *, drains: bool
     return (
         f"{'Draining' if drains else 'Relaying'}: store {mask_url(config.store.url or '')}, "
         f"table {store.tables['outbox'].fullname}, sink {sink.name}, claim by {claim}, "
+        f"{'' if store.keeps_order else 'in the order of their times only, '}"
         f"{config.relay.in_flight or store.in_flight} batches of up to {config.relay.batch_size} at once"
     )
 

@@ -1,9 +1,10 @@
-"""`pillarbox schema`: print or create the tables."""
+"""`pillarbox schema`: print, create, check and mend the tables."""
 
 from __future__ import annotations
 
 import asyncio
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,10 +19,10 @@ from pillarbox.cli.options import (
 )
 from pillarbox.cli.output import print_json
 from pillarbox.config import Config
-from pillarbox.schema import DIALECTS, Created, create_tables, ddl
+from pillarbox.schema import DIALECTS, Created, Drift, check_store, create_tables, ddl, migration
 from pillarbox.stores.url import parse_store_url
 
-app = typer.Typer(help="Print or create the tables.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Print, create, check and mend the tables.", no_args_is_help=True, rich_markup_mode=None)
 
 
 class Database(StrEnum):
@@ -48,7 +49,7 @@ def sql(
 @app.command()
 @takes_settings
 def create(load: Load, dry_run: DryRunOption = False, as_json: JsonOption = False) -> None:
-    """Create the tables that are missing; an existing table is left as it is."""
+    """Create the tables that are missing; an existing one is left as it is, or refused if it is another."""
     created = asyncio.run(_create(load(), dry_run=dry_run))
     if as_json:
         print_json([_describe(each, dry_run) for each in created])
@@ -56,6 +57,73 @@ def create(load: Load, dry_run: DryRunOption = False, as_json: JsonOption = Fals
     for each in created:
         verb = "exists" if not each.is_new else "would be created" if dry_run else "created"
         typer.echo(f"{each.table}: {verb}")
+
+
+AutovacuumOption = Annotated[
+    bool, typer.Option("--autovacuum", help="Look at the outbox table's vacuum settings too (PostgreSQL).")
+]
+
+
+@app.command()
+@takes_settings
+def check(load: Load, autovacuum: AutovacuumOption = False, as_json: JsonOption = False) -> None:
+    """Compare the tables with what the layout declares; exit 1 when they differ."""
+    config = load()
+    drifts = asyncio.run(_check(config, autovacuum=autovacuum))
+    if as_json:
+        print_json([_describe_drift(drift) for drift in drifts])
+    else:
+        for drift in drifts:
+            typer.echo(drift)
+            typer.echo("".join(f"    {line}\n" for line in drift.statement.splitlines()), nl=False)
+        if not drifts:
+            typer.echo(f"The tables are as layout {config.get_layout().name!r} declares them.")
+    if drifts:
+        raise typer.Exit(1)
+
+
+@app.command()
+@takes_settings
+def diff(
+    load: Load,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the migration here; else it is printed.")
+    ] = None,
+    revises: Annotated[
+        str | None, typer.Option("--revises", metavar="REVISION", help="The revision that it follows.")
+    ] = None,
+    autovacuum: AutovacuumOption = False,
+) -> None:
+    """Write an Alembic migration to what the layout declares, and back to what was found."""
+    drifts = asyncio.run(_check(load(), autovacuum=autovacuum))
+    if not drifts:
+        typer.echo("There are no differences and no migration is needed.", err=True)
+    elif output is None:
+        typer.echo(migration(drifts, revises=revises), nl=False)
+    elif output.exists():
+        raise UsageError(f"File {str(output)!r} exists; choose another --output.")
+    else:
+        output.write_text(migration(drifts, revises=revises))
+        typer.echo(f"Wrote {output} for {len(drifts)} difference{'' if len(drifts) == 1 else 's'}.", err=True)
+
+
+async def _check(config: Config, *, autovacuum: bool) -> list[Drift]:
+    store = open_configured_store(config)
+    try:
+        return await check_store(store, autovacuum=autovacuum)
+    finally:
+        await store.close()
+
+
+def _describe_drift(drift: Drift) -> dict[str, object]:
+    return {
+        "table": drift.table,
+        "kind": drift.kind,
+        "name": drift.name,
+        "expected": drift.expected,
+        "found": drift.found,
+        "statements": drift.statements,
+    }
 
 
 async def _create(config: Config, *, dry_run: bool) -> list[Created]:

@@ -83,8 +83,20 @@ def payload_type() -> TypeEngine[bytes]:
     return sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
 
 
+class Jsonb(postgresql.JSONB[Any]):
+    """JSONB whose None is NULL, and which a migration can write down as it is."""
+
+    cache_ok = True
+
+    def __init__(self) -> None:
+        super().__init__(none_as_null=True)
+
+    def __repr__(self) -> str:
+        return "Jsonb()"
+
+
 def json_type() -> TypeEngine[Any]:
-    return sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
+    return sa.JSON(none_as_null=True).with_variant(Jsonb(), "postgresql")
 
 
 def sequence_type() -> TypeEngine[int]:
@@ -114,6 +126,65 @@ class seconds_until(FunctionElement[float]):  # noqa: N801
     inherit_cache = True
     type = sa.Float()
     name = "seconds_until"
+
+
+class utc_now(FunctionElement[datetime]):  # noqa: N801
+    """`now()` for a column without a time zone."""
+
+    inherit_cache = True
+    type = sa.DateTime()
+    name = "utc_now"
+
+
+class utc_later(FunctionElement[datetime]):  # noqa: N801
+    """`later()` for a column without a time zone."""
+
+    inherit_cache = True
+    type = sa.DateTime()
+    name = "utc_later"
+
+
+class as_instant(FunctionElement[datetime]):  # noqa: N801
+    """The instant that a column without a time zone means."""
+
+    inherit_cache = True
+    type = Timestamp()
+    name = "as_instant"
+
+
+def instant(column: Any) -> Any:
+    """A column's instant, whether it has a time zone or not."""
+    return column if getattr(column.type, "timezone", True) else as_instant(column)
+
+
+@compiles(utc_now)
+def _utc_now(element: utc_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return compiler.process(now(), **kw)
+
+
+@compiles(utc_now, "postgresql")
+def _utc_now_postgres(element: utc_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "(statement_timestamp() AT TIME ZONE 'UTC')"
+
+
+@compiles(utc_later)
+def _utc_later(element: utc_later, compiler: SQLCompiler, **kw: Any) -> str:
+    return compiler.process(later(*element.clauses), **kw)
+
+
+@compiles(utc_later, "postgresql")
+def _utc_later_postgres(element: utc_later, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"({compiler.process(later(*element.clauses), **kw)} AT TIME ZONE 'UTC')"
+
+
+@compiles(as_instant)
+def _as_instant(element: as_instant, compiler: SQLCompiler, **kw: Any) -> str:
+    return compiler.process(element.clauses, **kw)
+
+
+@compiles(as_instant, "postgresql")
+def _as_instant_postgres(element: as_instant, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"({compiler.process(element.clauses, **kw)} AT TIME ZONE 'UTC')"
 
 
 @compiles(now, "postgresql")

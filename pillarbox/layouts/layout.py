@@ -3,17 +3,26 @@
 A layout is data: names of columns, predicates over them, and what each transition writes. A store compiles it into
 statements and never asks which layout it has. Predicates are functions of a table's columns, so that one declaration
 serves the table itself, an alias of it in a sub-select, and a mapped class.
+
+Three kinds of table are told apart by what the declaration has:
+
+- with `order`, events of one key wait for each other (a sequence, a key and lanes: only Pillarbox's own table);
+- without, claims walk the table's own index of due rows and write themselves into the row's columns;
+- with `side`, the table has no columns for that, and claims, retries and deaths stand in a side table of ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.sql import ColumnElement
+
+from pillarbox.errors import Unsupported
 
 Columns = Any
 """A table's or an alias's column collection."""
@@ -23,9 +32,11 @@ Values = Mapping[str, Any]
 Write = Callable[[Columns, Columns], Values]
 """The new column values, from the row's columns and the given ones.
 
-The given columns of a settlement are `row`, `fence`, `attempt`, `delay` (seconds), `error` and `parks`. MariaDB and
+The given columns of a settlement are `row_id`, `fence`, `attempt`, `delay` (seconds), `error` and `parks`. MariaDB and
 MySQL evaluate a SET from left to right: an expression must not read a column that the same write sets before it.
 """
+
+DATABASES = frozenset({"postgresql", "mysql", "mariadb", "sqlite"})
 
 
 class Feature(StrEnum):
@@ -62,27 +73,53 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """Rows that want attention when their `column` says so; with `plus_lease` that much after it."""
+
+    column: str
+    where: Predicate
+    plus_lease: bool = False
+
+
+@dataclass(frozen=True)
 class Lease:
-    """How a claim is written into the row, and the fence that settlement compares."""
+    """How a claim is written into the row, and the fence that settlement compares.
+
+    `token` says where the fence comes from: a `uuid` of the claim, the `owner`'s name with one, or whatever the claim
+    `wrote`, which is read back.
+    """
 
     fence: str
+    at: str
+    """The column in whose order lapsed claims are looked for."""
     claim: Write
     renew: Write
-    lapsed: Predicate
+    lapsed: Callable[[Columns, Any], ColumnElement[bool]] | None
+    """Whether a claim has lapsed, given the lease in seconds. None: a lapsed row is a due one like any other."""
     lapse: Update
     """What a lapsed claim with attempts left becomes."""
+    token: Literal["uuid", "owner", "wrote"] = "uuid"
+    length: timedelta | None = None
+    """The lease of the system whose table this is; nobody's claim is taken before."""
 
 
 @dataclass(frozen=True)
 class Order:
     """Order per key: which rows block others, and how rows wait behind them.
 
-    `in_flight` rows exclude every other row of their key, `blocking` rows the later ones, and so do rows of the dead
-    table for which `parking` holds. Rows found behind them are taken out of the claim index by `block` and return by
-    `unblock` when their key is free.
+    A row belongs to the `sink` that delivers it and to one of `lanes`, the latches for claiming. `in_flight` rows
+    exclude every other row of their key, `blocking` rows the later ones, and so do rows of the dead table for which
+    `parking` holds. Rows found behind them are taken out of the claim index by `block` and return by `unblock` when
+    their key is free. Rows that wait for a time which has come are found by `due`, one predicate an index range, and
+    made ready by `promote`.
     """
 
     key: str
+    sink: str
+    lane: str
+    lanes: int
+    due: tuple[Predicate, ...]
+    promote: Update
     in_flight: Predicate
     blocking: Predicate
     parking: Predicate
@@ -92,56 +129,140 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Which rows each line of `status` counts."""
+class Scope:
+    """The leading column of the claim index, which every claim must name, and the rows that this index has."""
 
-    new: Predicate
-    retrying: Predicate
-    held: Predicate
-    scheduled: Predicate
-    blocked: Predicate
-    delivered: Predicate
+    column: str
+    where: Predicate
 
 
 @dataclass(frozen=True)
+class Side:
+    """A table of ours, of the role `state`, beside one that has no columns for claims.
+
+    A row there has the id of the row it tells of, and is leased, waiting or dead; the layout's lease and its retry,
+    release, dead and redrive are written there. With `is_serial` a row is claimed only when no earlier row has one.
+    """
+
+    is_serial: bool = False
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Which rows each line of `status` counts; a part of life that the table does not have is None."""
+
+    new: Predicate
+    retrying: Predicate | None = None
+    held: Predicate | None = None
+    scheduled: Predicate | None = None
+    blocked: Predicate | None = None
+    delivered: Predicate | None = None
+
+
+@dataclass(frozen=True)
+class Grave:
+    """Where dead rows are, and the names of their columns there."""
+
+    role: str
+    row: str
+    died_at: str
+    error: str | None = None
+    attempts: str | None = None
+    where: Predicate | None = None
+    """Which rows of the table are dead; None: all."""
+    origin: str | None = None
+    """What identified the row before it died, where that is another column."""
+
+
+Fallback = Callable[[Any, Any], Any]
+"""A field's value from what else of the event was read, and from the row's identity."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """One table's contract; see the module's docstring."""
 
     name: str
     table: str
     """The table's name unless the user gives another."""
+    schema: str | None = None
+    """The schema that the table is in unless the user gives another."""
+    databases: frozenset[str] = DATABASES
     declare: Callable[[sa.MetaData, str, str | None], Mapping[str, sa.Table]]
-    """Declares the tables by role: `outbox`, and as the features ask `dead`, `lanes`, `audit`."""
-    row: str
-    """The column that identifies a row and orders the claims."""
-    sink: str
-    lane: str
-    lanes: int
+    """Declares the tables by role: `outbox`, and as the layout needs `dead`, `lanes`, `audit`, `state` and others."""
+
+    # -- events and columns -------------------------------------------------------------------------------------------
+
+    rows: tuple[str, ...]
+    """The columns that identify a row; several when the table is partitioned."""
     fields: Mapping[str, str]
     """The column of each event field that the table has."""
-    put: Callable[[ColumnElement[Any] | None], Values]
-    """The life cycle's columns of a new row, from the expression of its due time if it has one."""
-    attempts: str
+    carried: Mapping[str, str] = field(default_factory=dict)
+    """The header in which an event field travels for which the table has no column."""
+    fallbacks: Mapping[str, Fallback] = field(default_factory=dict)
+    """What a field is that neither a column nor a header gives."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """What is written for an event field that is None, where the column does not take NULL."""
+    check: Callable[[Any], None] | None = None
+    """Refuses an event that the other system could not read, by raising `InvalidEvent`."""
+    has_text_headers: bool = False
+    """Whether the other system takes text for headers only."""
+    put: Callable[[ColumnElement[Any] | None], Values] | None
+    """The life cycle's columns of a new row, from the expression of its due time if it has one. None: the table's rows
+    are written by the other system only."""
+    dedup_within: str | None = None
+    """The column within whose values dedup keys are unique; None: within the table."""
+    is_locked_at_put: bool = False
+    """Whether ids and dedup keys are locked at a put because no index of the table can keep them apart."""
+    attempts: str | None
+    is_counted_at_claim: bool = False
+    """Whether an attempt counts when it is claimed; else when it fails or its lease lapses."""
+    created: str | None = None
+    """When a row was put."""
+    error: str | None = None
+    """Why it failed last."""
+    delivered_at: str | None = None
+
+    # -- claiming -----------------------------------------------------------------------------------------------------
+
     ready: Predicate
-    due: tuple[Predicate, ...]
-    """Rows that wait for a time which has come: one predicate an index range."""
-    promote: Update
-    until: str
-    """The column that says when a waiting or leased row wants attention."""
-    times: tuple[Predicate, ...]
-    """Rows whose `until` counts: one predicate an index range."""
+    """Rows that a claim may take now."""
+    order_by: tuple[str, ...]
+    """The order of claims."""
+    scope: Scope | None = None
+    recipient: str | None = None
+    """The column that says which sink a row is for."""
+    beside: Callable[[sa.Table], tuple[str, str | None]] | None = None
+    """A table whose presence means that others deliver these rows: a relay then refuses them."""
+    waits: tuple[Wait, ...]
     lease: Lease
-    order: Order
-    delivered: Delete | Update
-    kept: Update
-    """What delivered rows become when they are retained."""
+    order: Order | None = None
+    side: Side | None = None
+
+    # -- what becomes of a row ----------------------------------------------------------------------------------------
+
+    delivered: Delete | Update | Move
+    kept: Update | None = None
+    """What delivered rows become when they are retained, where they would else be deleted."""
     retry: Update
-    dead: Move
+    dead: Move | Update
+    grave: Grave
     release: Update
-    redrive: Move
-    replay: Update
-    cancellable: Predicate
-    reschedule: Update
+    redrive: Move | Update
+    replay: Update | None = None
+    cancellable: Predicate | None = None
+    reschedule: Update | None = None
     """Reads the new time from `given.due`."""
     counts: Counts
     features: frozenset[Feature] = field(default_factory=frozenset)
+
+    @property
+    def row(self) -> str:
+        return self.rows[0]
+
+    @property
+    def keyed(self) -> Order:
+        """The order per key, of a layout that has one."""
+        if self.order is None:
+            raise Unsupported(f"Layout {self.name!r}: its table keeps no order per key")
+        return self.order

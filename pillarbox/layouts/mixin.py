@@ -58,7 +58,12 @@ def check_models(layout: Layout, models: Mapping[str, Any]) -> Mapping[str, sa.T
     """The tables of mapped classes by role, when they are what relays look for and a put can fill."""
     tables: dict[str, sa.Table] = {role: model.__table__ for role, model in models.items()}
     main = tables["outbox"]
-    for role, own in layout.declare(sa.MetaData(), main.name, main.schema).items():
+    declared = layout.declare(sa.MetaData(), main.name, main.schema)
+    if declared.keys() != tables.keys():
+        wanted = ", ".join(f"{role}=…" for role in declared if role != "outbox") or "none"
+        given = ", ".join(f"{role}=…" for role in tables if role != "outbox") or "none"
+        raise LayoutError(f"Layout {layout.name!r}: besides the outbox's, expected the models {wanted}; got {given}")
+    for role, own in declared.items():
         table, model = tables[role], models[role].__name__
         if table.fullname != own.fullname:
             raise LayoutError(

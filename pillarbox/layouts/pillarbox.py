@@ -37,7 +37,7 @@ from pillarbox.layouts.clock import (
     sequence_type,
     text_type,
 )
-from pillarbox.layouts.layout import Counts, Delete, Feature, Layout, Lease, Move, Order, Update
+from pillarbox.layouts.layout import Counts, Delete, Feature, Grave, Layout, Lease, Move, Order, Update, Wait
 from pillarbox.layouts.mixin import Mixin
 
 LANES: Final = 64
@@ -61,7 +61,7 @@ def _event_columns() -> list[sa.Column[Any]]:
     required = ("type", "topic", "content_type")
     return [
         sa.Column("id", UuidText(), nullable=False),
-        sa.Column("sink", text_type(100), nullable=False, server_default=""),
+        sa.Column("sink", text_type(100), nullable=False, server_default=sa.text("''")),
         sa.Column("lane", sa.SmallInteger(), nullable=False),
         *(sa.Column(name, type_, nullable=name not in required) for name, type_ in text.items()),
         sa.Column("payload", payload_type(), nullable=False),
@@ -298,27 +298,24 @@ def pillarbox_layout(lanes: int = LANES) -> Layout:
         name="pillarbox",
         table="outbox",
         declare=declare_with(lanes),
-        row="seq",
-        sink="sink",
-        lane="lane",
-        lanes=lanes,
+        rows=("seq",),
         fields=_COLUMN_OF,
         put=_put,
         attempts="attempts",
+        is_counted_at_claim=True,
+        created="created_at",
+        error="error",
+        delivered_at="delivered_at",
         ready=lambda c: c.state == READY,
-        due=(
-            lambda c: (c.state == WAITING) & _is_timed(c) & (c.until_at <= now()),
-            lambda c: (c.state == SCHEDULED) & _is_timed(c) & (c.until_at <= now()),
-        ),
-        promote=Update(lambda c, given: _free(state=READY)),
-        until="until_at",
-        times=(
-            lambda c: (c.state == LEASED) & _is_timed(c),
-            lambda c: (c.state == WAITING) & _is_timed(c),
-            lambda c: (c.state == SCHEDULED) & _is_timed(c),
+        order_by=("seq",),
+        waits=(
+            Wait("until_at", lambda c: (c.state == LEASED) & _is_timed(c)),
+            Wait("until_at", lambda c: (c.state == WAITING) & _is_timed(c)),
+            Wait("until_at", lambda c: (c.state == SCHEDULED) & _is_timed(c)),
         ),
         lease=Lease(
             fence="token",
+            at="until_at",
             claim=lambda c, given: {
                 "state": LEASED,
                 "token": given.fence,
@@ -326,7 +323,7 @@ def pillarbox_layout(lanes: int = LANES) -> Layout:
                 "attempts": given.attempt,
             },
             renew=lambda c, given: {"until_at": later(given.delay)},
-            lapsed=lambda c: (c.state == LEASED) & _is_timed(c) & (c.until_at <= now()),
+            lapsed=lambda c, seconds: (c.state == LEASED) & _is_timed(c) & (c.until_at <= now()),
             lapse=Update(
                 lambda c, given: {
                     "state": WAITING,
@@ -338,6 +335,14 @@ def pillarbox_layout(lanes: int = LANES) -> Layout:
         ),
         order=Order(
             key="key",
+            sink="sink",
+            lane="lane",
+            lanes=lanes,
+            due=(
+                lambda c: (c.state == WAITING) & _is_timed(c) & (c.until_at <= now()),
+                lambda c: (c.state == SCHEDULED) & _is_timed(c) & (c.until_at <= now()),
+            ),
+            promote=Update(lambda c, given: _free(state=READY)),
             in_flight=lambda c: (c.state == LEASED) & _is_keyed(c),
             blocking=lambda c: (c.state == WAITING) & _is_keyed(c),
             parking=lambda c: c.parks & c.key.is_not(None),
@@ -368,6 +373,7 @@ def pillarbox_layout(lanes: int = LANES) -> Layout:
                 "error": given.error,
             },
         ),
+        grave=Grave("dead", "seq", "died_at", "error", "attempts"),
         release=Update(lambda c, given: _free(state=READY, attempts=given.attempt - 1)),
         redrive=Move("outbox", lambda c, given: {"state": READY, "attempts": 0, "error": None}),
         replay=Update(lambda c, given: _free(state=READY, attempts=0, delivered_at=None)),

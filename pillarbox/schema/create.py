@@ -10,7 +10,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from pillarbox.errors import ConfigError, SchemaError
-from pillarbox.schema.ddl import table_ddl
+from pillarbox.schema.check import Drift, check_tables
+from pillarbox.schema.ddl import has_own_schema, run_ddl, schema_statement, table_ddl
+from pillarbox.schema.namespaces import create_schema
+from pillarbox.schema.rights import needs_rights
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store
 
@@ -39,57 +42,51 @@ async def create(url: str | sa.URL, *, dry_run: bool = False, **options: Any) ->
 async def create_tables(store: SqlStore, *, dry_run: bool = False) -> list[Created]:
     """Create a store's tables that are missing.
 
-    Raises `SchemaError`, before anything is created, when a table lacks columns or the schema is missing.
+    Raises `SchemaError`, before anything is created, when a table is not what its layout declares, when the schema is
+    missing or when the user may not create tables in it.
     """
     if store.dialect == "sqlite" and not _has_file(store) and dry_run:
         return _plan_new_file(store)
-    return await store.run(lambda db: _create(db, store.tables, dry_run), writes=not dry_run)
+    return await store.run(lambda db: _create_all(db, store, dry_run), writes=not dry_run)
+
+
+def _create_all(db: sa.Connection, store: SqlStore, dry_run: bool) -> list[Created]:
+    schema = store.layout.schema
+    if schema is None or not has_own_schema(store.layout, store.tables):
+        return _create(db, store.tables, dry_run)
+    if schema in sa.inspect(db).get_schema_names():
+        return [Created(schema, ()), *_create(db, store.tables, dry_run)]
+    made = Created(schema, (schema_statement(store.dialect, schema),))
+    if dry_run:
+        planned = [Created(table.fullname, tuple(table_ddl(table, db.dialect))) for table in store.tables.values()]
+        return [made, *planned]
+    create_schema(db, schema)
+    return [made, *_create(db, store.tables, dry_run)]
 
 
 def _create(db: sa.Connection, tables: Mapping[str, sa.Table], dry_run: bool) -> list[Created]:
-    inspector = sa.inspect(db)
-    _check_schema(inspector, next(iter(tables.values())).schema, db)
-    existing = {table.fullname for table in tables.values() if inspector.has_table(table.name, schema=table.schema)}
-    for table in tables.values():
-        if table.fullname in existing:
-            _check_columns(inspector, table, db)
-    created = []
-    for table in tables.values():
-        statements = () if table.fullname in existing else tuple(table_ddl(table, db.dialect))
-        if not dry_run:
-            for statement in statements:
-                db.exec_driver_sql(statement.replace("%", "%%"))
-        created.append(Created(table.fullname, statements))
-    return created
+    drifts = check_tables(db, tables.values())
+    # Beside a table of another system's only ours is made; that one may have been made a little differently.
+    others = {tables["outbox"].fullname} if "state" in tables else set()
+    _refuse([drift for drift in drifts if drift.kind != "table" and drift.table not in others])
+    drifts = [drift for drift in drifts if drift.kind == "table"]
+    made = {drift.table: drift.statements for drift in drifts}
+    if made:
+        with needs_rights(db, next(iter(tables.values())).schema):
+            for statements in made.values() if not dry_run else ():
+                run_ddl(db, statements)
+    return [Created(table.fullname, made.get(table.fullname, ())) for table in tables.values()]
 
 
-def _check_schema(inspector: sa.Inspector, schema: str | None, db: sa.Connection) -> None:
-    if schema is None:
-        return
-    if db.dialect.name == "sqlite":
-        raise SchemaError(f"Schema {schema!r}: SQLite has no schemas; name the table alone")
-    if schema not in inspector.get_schema_names():
-        kind = "schema" if db.dialect.name == "postgresql" else "database"
+def _refuse(drifts: list[Drift]) -> None:
+    if drifts:
+        names = sorted({drift.table for drift in drifts})
+        is_one = len(names) == 1
         raise SchemaError(
-            f"There is no {kind} {schema!r}. Create it first: CREATE {kind.upper()} {schema}; "
-            "Pillarbox creates tables only."
+            f"{'Table' if is_one else 'Tables'} {', '.join(map(repr, names))} {'exists' if is_one else 'exist'} but "
+            f"{'is' if is_one else 'are'} not what the layout declares. {'. '.join(map(str, drifts))}. Run `pillarbox "
+            "schema diff` for the migration, or choose another table; nothing was changed."
         )
-
-
-def _check_columns(inspector: sa.Inspector, table: sa.Table, db: sa.Connection) -> None:
-    found = {column["name"] for column in inspector.get_columns(table.name, schema=table.schema)}
-    missing = [column for column in table.columns if column.name not in found]
-    if missing:
-        listed = ", ".join(f"{column.name!r} ({_type_name(column, db)})" for column in missing)
-        one = len(missing) == 1
-        raise SchemaError(
-            f"Table {table.fullname!r} exists but lacks column{'' if one else 's'} {listed}. "
-            f"Add {'it' if one else 'them'} by a migration, or choose another table; nothing was changed."
-        )
-
-
-def _type_name(column: sa.Column[Any], db: sa.Connection) -> str:
-    return column.type.compile(dialect=db.dialect).lower()
 
 
 def _has_file(store: SqlStore) -> bool:

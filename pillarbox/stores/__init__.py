@@ -107,7 +107,8 @@ class Record:
     """One stored event as an operator sees it."""
 
     event: Any
-    seq: int
+    seq: Any
+    """The row's number, or what else identifies it."""
     state: State
     attempts: int
     error: str | None
@@ -154,6 +155,14 @@ class Store(Protocol):
     """The ways of claiming that layout, database and connection allow."""
     in_flight: int
     """How many batches under way at once pay off."""
+
+    @property
+    def lease(self) -> timedelta:
+        """How long a claim lasts unless the relay says otherwise."""
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether events of one key are delivered in order, whatever fails and however many relays there are."""
 
     async def open(self) -> None: ...
 

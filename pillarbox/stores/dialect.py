@@ -6,16 +6,17 @@ statement, so that there is never a statement a row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.sql.elements import ColumnElement
-
-from pillarbox.layouts.clock import UuidText
 
 
 class Given(NamedTuple):
@@ -29,20 +30,58 @@ class Given(NamedTuple):
     parks: bool = False
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
+    """How a value of a batch is typed: in SQLAlchemy, in an array of PostgreSQL, in MySQL's JSON_TABLE."""
+
     type: Any
     postgres: str
     mysql: str
 
 
-_KINDS = {
-    "row_id": _Kind(sa.BigInteger(), "BIGINT", "BIGINT"),
-    "fence": _Kind(UuidText(), "UUID", "CHAR(36) CHARACTER SET ascii COLLATE ascii_bin"),
-    "attempt": _Kind(sa.Integer(), "INTEGER", "INT"),
-    "delay": _Kind(sa.Float(), "DOUBLE PRECISION", "DOUBLE"),
-    "error": _Kind(sa.Text(), "TEXT", "LONGTEXT"),
-    "parks": _Kind(sa.Boolean(), "BOOLEAN", "TINYINT"),
+_COMMON = {
+    "attempt": Kind(sa.Integer(), "INTEGER", "INT"),
+    "delay": Kind(sa.Float(), "DOUBLE PRECISION", "DOUBLE"),
+    "error": Kind(sa.Text(), "TEXT", "LONGTEXT"),
+    "parks": Kind(sa.Boolean(), "BOOLEAN", "TINYINT"),
 }
+
+
+class Kinds:
+    """The kinds of a batch's values for one table: its rows' identity and their fence are as its columns are."""
+
+    def __init__(self, table: sa.Table, rows: Sequence[str], fence: str, *, is_raw: bool = False) -> None:
+        self.row_names = tuple("row_id" if index == 0 else f"row_id_{index}" for index in range(len(rows)))
+        self._kinds = {name: _kind_of(table.c[row]) for name, row in zip(self.row_names, rows, strict=True)}
+        kind = _kind_of(table.c[fence])
+        # A fence that was read from its row goes back as the driver gave it.
+        self._kinds["fence"] = kind._replace(type=sa.types.NullType()) if is_raw else kind
+        self.rows = tuple(rows)
+
+    def __getitem__(self, name: str) -> Kind:
+        return self._kinds[name] if name in self._kinds else _COMMON[name]
+
+    def getters(self, names: Collection[str]) -> dict[str, Callable[[Given], Any]]:
+        """How each wanted value is read from a `Given`; a row of several columns gives several values."""
+        wanted: dict[str, Callable[[Given], Any]] = {}
+        for name in Given._fields:
+            if name == "row_id" and len(self.row_names) > 1:
+                wanted |= {part: _read_part(index) for index, part in enumerate(self.row_names)}
+            elif name in names:
+                wanted[name] = attrgetter(name)
+        return wanted
+
+
+def _read_part(index: int) -> Callable[[Given], Any]:
+    return lambda given: given.row_id[index]
+
+
+def _kind_of(column: ColumnElement[Any]) -> Kind:
+    in_mysql = column.type.compile(dialect=mysql.dialect())
+    # A JSON_TABLE has no column of type UUID, and text of one collation does not compare with that of another unless it
+    # is ASCII, as ids and fences are.
+    in_mysql = re.sub(r"CHARACTER SET utf8mb4 COLLATE \w+", "CHARACTER SET ascii COLLATE ascii_bin", in_mysql)
+    in_postgres = column.type.compile(dialect=postgresql.dialect())  # type: ignore[no-untyped-call]
+    return Kind(column.type, in_postgres, in_mysql.replace("UUID", "CHAR(36)"))
 
 
 def is_mysql(dialect: str) -> bool:
@@ -52,38 +91,51 @@ def is_mysql(dialect: str) -> bool:
 class GivenRows:
     """A batch as a table to join with; of its columns only those that a statement reads are sent."""
 
-    def __init__(self, dialect: str, names: Collection[str] = Given._fields) -> None:
+    def __init__(self, dialect: str, kinds: Kinds, names: Collection[str] = Given._fields) -> None:
         self._is_postgres = dialect == "postgresql"
-        self._indexes = [index for index, name in enumerate(Given._fields) if name in names]
-        self.names = [Given._fields[index] for index in self._indexes]
+        self._kinds = kinds
+        self._getters = kinds.getters(names)
+        self.names = list(self._getters)
         build = self._unnest if self._is_postgres else self._json_table if is_mysql(dialect) else self._json_each
-        columns = {name: _KINDS[name].type for name in self.names}
+        columns = {name: kinds[name].type for name in self.names}
         self.table = sa.text(build()).columns(**columns).subquery("given")
 
     @property
     def c(self) -> Any:
         return self.table.c
 
+    def is_row(self, columns: Any) -> ColumnElement[bool]:
+        """Whether a row of the table is the given one."""
+        pairs = zip(self._kinds.rows, self._kinds.row_names, strict=True)
+        return sa.and_(*(columns[row] == self.c[name] for row, name in pairs))
+
     def params(self, rows: Sequence[Given]) -> dict[str, Any]:
         """The statement's parameters for a batch, named so that they cannot meet a column's name."""
         if self._is_postgres:
-            return {
-                f"g_{name}": [row[index] for row in rows] for index, name in zip(self._indexes, self.names, strict=True)
-            }
-        wanted = [[row[index] for index in self._indexes] for row in rows]
-        return {"g_rows": orjson.dumps(wanted).decode()}
+            return {f"g_{name}": [get(row) for row in rows] for name, get in self._getters.items()}
+        wanted = [[get(row) for get in self._getters.values()] for row in rows]
+        return {"g_rows": orjson.dumps(wanted, default=_plain, option=orjson.OPT_PASSTHROUGH_DATETIME).decode()}
 
     def _unnest(self) -> str:
-        arrays = ", ".join(f"CAST(:g_{name} AS {_KINDS[name].postgres}[])" for name in self.names)
+        arrays = ", ".join(f"CAST(:g_{name} AS {self._kinds[name].postgres}[])" for name in self.names)
         return f"SELECT * FROM unnest({arrays}) AS g({', '.join(self.names)})"
 
     def _json_table(self) -> str:
-        columns = ", ".join(f"{name} {_KINDS[name].mysql} PATH '$[{index}]'" for index, name in enumerate(self.names))
+        columns = ", ".join(
+            f"{name} {self._kinds[name].mysql} PATH '$[{index}]'" for index, name in enumerate(self.names)
+        )
         return f"SELECT * FROM JSON_TABLE(:g_rows, '$[*]' COLUMNS ({columns})) AS g"
 
     def _json_each(self) -> str:
         columns = ", ".join(f"json_extract(value, '$[{index}]') AS {name}" for index, name in enumerate(self.names))
         return f"SELECT {columns} FROM json_each(:g_rows)"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, datetime):
+        moment = value.astimezone(UTC).replace(tzinfo=None) if value.tzinfo else value
+        return moment.isoformat(" ", "microseconds")
+    return str(value)
 
 
 class SameForAll:
@@ -92,22 +144,27 @@ class SameForAll:
     Most batches are such; the database then need not join them with anything.
     """
 
-    def __init__(self, dialect: str, names: Collection[str]) -> None:
+    def __init__(self, dialect: str, kinds: Kinds, names: Collection[str]) -> None:
         self._dialect = dialect
-        self._names = [name for name in names if name != "row_id"]
-        self.c = SimpleNamespace(**{name: sa.bindparam(f"g_{name}", type_=_KINDS[name].type) for name in self._names})
+        self._kinds = kinds
+        self._names = [name for name in names if name not in kinds.row_names]
+        self.c = SimpleNamespace(**{name: sa.bindparam(f"g_{name}", type_=kinds[name].type) for name in self._names})
+
+    @property
+    def is_possible(self) -> bool:
+        return len(self._kinds.row_names) == 1
 
     def is_row(self, column: ColumnElement[Any]) -> ColumnElement[bool]:
         """Whether a row is one of the batch's."""
         if self._dialect == "postgresql":
-            return column == sa.any_(sa.bindparam("g_row_id", type_=postgresql.ARRAY(sa.BigInteger)))
+            return column == sa.any_(sa.bindparam("g_row_id", type_=postgresql.ARRAY(column.type)))
         if self._dialect == "sqlite":
-            return column.in_(sa.text("SELECT value FROM json_each(:g_row_id)").columns(value=sa.BigInteger))
+            return column.in_(sa.text("SELECT value FROM json_each(:g_row_id)").columns(value=column.type))
         return column.in_(sa.bindparam("g_row_id", expanding=True))
 
     def params(self, numbers: Sequence[Any], first: Given) -> dict[str, Any]:
         """The statement's parameters: the rows' numbers, and one of the rows for what they share."""
-        listed: Any = orjson.dumps(numbers).decode() if self._dialect == "sqlite" else numbers
+        listed: Any = orjson.dumps(numbers, default=_plain).decode() if self._dialect == "sqlite" else numbers
         return {"g_row_id": listed, **{f"g_{name}": getattr(first, name) for name in self._names}}
 
 

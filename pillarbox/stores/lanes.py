@@ -66,7 +66,7 @@ def build_latch(layout: Layout, tables: Mapping[str, sa.Table], *, dialect: str,
     outbox, lanes = tables["outbox"], tables["lanes"]
     work = (
         sa.select(outbox.c[layout.row])
-        .where(outbox.c[layout.sink] == sink, layout.ready(outbox.c), outbox.c[layout.lane] == lanes.c.lane)
+        .where(outbox.c[layout.keyed.sink] == sink, layout.ready(outbox.c), outbox.c[layout.keyed.lane] == lanes.c.lane)
         .limit(1)
         .scalar_subquery()
         .correlate(lanes)

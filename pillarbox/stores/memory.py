@@ -114,6 +114,8 @@ class MemoryStore:
     name: str = "memory:"
     modes: frozenset[Mode] = frozenset({"hold", "lease"})
     in_flight = 2
+    lease = timedelta(seconds=30)
+    keeps_order = True
     _rows: dict[int, _Row] = field(default_factory=dict, init=False, repr=False)
     _audit: list[Entry] = field(default_factory=list, init=False, repr=False)
     _last_seq: int = field(default=0, init=False, repr=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +12,28 @@ import sqlalchemy as sa
 from sqlalchemy.sql.elements import ColumnElement
 
 from pillarbox.codec import decode_json
+from pillarbox.errors import Unsupported
 from pillarbox.event import EVENT_FIELDS, LATE_HEADER
-from pillarbox.layouts.clock import later, now, seconds_until
+from pillarbox.layouts.clock import instant, later, now
+from pillarbox.layouts.layout import Move
 from pillarbox.stores import Counts, Entry, Filter, Record, State
-from pillarbox.stores.pick import FIRST_FIELD, ClaimLoader
+from pillarbox.stores.counting import Counting, is_dead
+from pillarbox.stores.fields import EventLoader, raw_fields
+from pillarbox.stores.side import SideTransitions
 from pillarbox.stores.transitions import Transitions
 
 CHUNK = 500
+# In the order in which they are asked: what is delivered is nothing else.
+_STATES: dict[str, State] = {
+    "delivered": "delivered",
+    "dead": "dead",
+    "held": "leased",
+    "blocked": "blocked",
+    "scheduled": "scheduled",
+    "retrying": "waiting",
+}
+
+log = logging.getLogger("pillarbox.audit")
 
 
 class Operations:
@@ -26,184 +42,322 @@ class Operations:
     def __init__(self, transitions: Transitions) -> None:
         self._t = transitions
         self._layout = transitions.layout
-        self._tables = transitions.tables
-        self._loader = ClaimLoader(transitions.dialect)
+        self._outbox = transitions.outbox
+        self._audit = transitions.tables.get("audit")
+        self._grave = transitions.tables[self._layout.grave.role]
+        self._is_aside = self._layout.side is not None
+        self._counting = Counting(transitions)
+        width = 1 + len(_COLUMNS)
+        self._loaders = {
+            table: EventLoader(self._layout, self._outbox, transitions.dialect, width)
+            for table in {self._outbox, self._grave}
+        }
 
     def counts(self, db: sa.Connection) -> Counts:
-        """Count every part of the life cycle in one pass over the table."""
-        outbox, dead, wanted = self._tables["outbox"], self._tables["dead"], self._layout.counts
-        names = ("new", "retrying", "held", "scheduled", "blocked", "delivered")
-        columns = [
-            sa.func.count(sa.case((getattr(wanted, name)(outbox.c), sa.literal_column("1")))).label(name)
-            for name in names
-        ]
-        oldest = sa.func.min(sa.case((sa.not_(wanted.delivered(outbox.c)), outbox.c.created_at)))
-        row = db.execute(sa.select(*columns, seconds_until(oldest)).where(self._mine(outbox))).one()
-        buried = db.execute(sa.select(sa.func.count()).select_from(dead).where(self._mine(dead))).scalar_one()
-        age = None if row[-1] is None else timedelta(seconds=max(0.0, -float(row[-1])))
-        counted: dict[str, int] = dict(zip(names, row, strict=False))
-        return Counts(**counted, dead=buried, oldest_pending=age)
+        """How many events are in each part of their life."""
+        return self._counting.counts(db)
+
+    # -- listing ------------------------------------------------------------------------------------------------------
 
     def events(self, db: sa.Connection, where: Filter, state: State | None, limit: int) -> list[Record]:
-        """The newest events that match, from the outbox and the dead table."""
+        """The newest events that match, wherever they are."""
         records: list[Record] = []
-        if state != "dead":
-            records += self._list(db, "outbox", where, state, limit)
-        if state in (None, "dead"):
-            records += self._list(db, "dead", where, None, limit)
-        return sorted(records, key=lambda record: record.seq, reverse=True)[:limit]
+        if state != "dead" or self._grave is self._outbox or self._is_aside:
+            records += self._list(db, self._outbox, where, state, limit)
+        if state in (None, "dead") and self._grave is not self._outbox and not self._is_aside:
+            records += self._list(db, self._grave, where, None, limit)
+        return sorted(records, key=_put_order, reverse=True)[:limit]
+
+    def _list(self, db: sa.Connection, table: sa.Table, where: Filter, state: State | None, limit: int) -> list[Record]:
+        is_grave = table is self._grave and table is not self._outbox
+        columns = self._record_columns(table, is_grave)
+        source = self._joined() if self._is_aside else table
+        query = sa.select(*columns.values(), *raw_fields(self._fields_in(table), table)).select_from(source)
+        query = query.where(self._t.is_mine(table), *self._conditions(table, where))
+        if state is not None:
+            query = query.where(columns["state"] == state)
+        if self._layout.counts.delivered is None and not is_grave:
+            query = query.where(self._layout.ready(table.c) if self._is_aside else sa.true())
+        order = table.c[self._layout.grave.row if is_grave else self._newest_column()]
+        rows = db.execute(query.order_by(order.desc(), columns["row"].desc()).limit(limit)).all()
+        return [self._record(row, table) for row in rows]
+
+    def _newest_column(self) -> str:
+        return self._layout.row if self._layout.order is not None else self._layout.created or self._layout.row
+
+    def _joined(self) -> Any:
+        held, row = self._t.held, self._layout.row
+        return self._outbox.outerjoin(held, held.c[row] == self._outbox.c[row])
+
+    def _record_columns(self, table: sa.Table, is_grave: bool) -> dict[str, Any]:
+        layout, grave = self._layout, self._layout.grave
+        life = self._t.held.c if self._is_aside else table.c
+        named = {
+            "row": grave.row if is_grave else layout.row,
+            "attempts": grave.attempts if is_grave else layout.attempts,
+            "error": grave.error if is_grave else layout.error,
+            "until_at": None if is_grave else layout.lease.at if layout.order is not None or self._is_aside else None,
+            "delivered_at": None if is_grave else layout.delivered_at,
+            "died_at": grave.died_at,
+            "parks": "parks",
+            "origin": grave.origin if is_grave else None,
+        }
+        found: dict[str, Any] = {"state": self._state(table, is_grave).label("record_state")}
+        for name, column in named.items():
+            columns = table.c if name == "row" else life
+            value = columns[column] if column is not None and column in columns else sa.null()
+            found[name] = (_raw(value) if name == "row" else value).label(f"record_{name}")
+        return found
+
+    def _state(self, table: sa.Table, is_grave: bool) -> Any:
+        if is_grave:
+            return sa.literal("dead")
+        counts, life = self._layout.counts, self._t.held.c if self._is_aside else table.c
+        cases = []
+        for part, state in _STATES.items():
+            if part == "dead":
+                is_here = self._grave is (self._t.held if self._is_aside else table)
+                condition = is_dead(self._layout, self._grave) if is_here else None
+            else:
+                predicate = getattr(counts, part)
+                columns = life if part in ("held", "retrying") else table.c
+                condition = None if predicate is None else predicate(columns)
+            if condition is not None:
+                cases.append((condition, sa.literal(state)))
+        return sa.case(*cases, else_=sa.literal("ready"))
+
+    def _fields_in(self, table: sa.Table) -> Any:
+        """The layout as far as a table has its columns."""
+        if table is self._outbox:
+            return self._layout
+        return replace(
+            self._layout, fields={name: column for name, column in self._layout.fields.items() if column in table.c}
+        )
+
+    def _record(self, row: Any, table: sa.Table) -> Record:
+        state, row_id, attempts, error, until_at, delivered_at, died_at, parks, origin = row[: 1 + len(_COLUMNS)]
+        event, _ = self._loaders[table].load(row, row_id if origin is None else origin)
+        is_buried = state == "dead"
+        return Record(
+            event=event,
+            seq=row_id,
+            state=state,
+            attempts=attempts or 0,
+            error=error,
+            until_at=until_at,
+            delivered_at=delivered_at if state == "delivered" else None,
+            died_at=died_at if is_buried else None,
+            parks=bool(parks) and is_buried,
+        )
+
+    # -- acting -------------------------------------------------------------------------------------------------------
 
     def act(
         self, db: sa.Connection, action: str, where: Filter, *, actor: str, limit: int | None, dry_run: bool
     ) -> int:
         """Redrive, drop or replay what matches, oldest first, and write down who did it."""
-        role = "outbox" if action == "replay" else "dead"
-        table = self._tables[role]
-        query = sa.select(table.c.seq, table.c.key, _raw(table.c.id).label("id"), table.c.dedup_key).where(
-            self._mine(table), *self._conditions(table, where, role)
+        if action == "replay" and (self._layout.replay is None or self._layout.counts.delivered is None):
+            raise Unsupported(f"Layout {self._layout.name!r}: delivered rows are not kept, so none can be replayed")
+        table = self._outbox if action == "replay" or self._is_aside else self._grave
+        row = table.c[self._layout.row if action == "replay" else self._layout.grave.row]
+        names = {name: table.c.get(self._layout.fields.get(name, "")) for name in ("key", "id", "dedup_key")}
+        names["space"] = table.c.get(self._layout.dedup_within or "")
+        wanted = [(_raw(column) if column is not None else sa.null()).label(name) for name, column in names.items()]
+        query = sa.select(_raw(row).label("row_id"), *wanted).where(
+            self._t.is_mine(table), *self._conditions(table, where), self._is_meant(action, table)
         )
-        if action == "replay":
-            query = query.where(self._layout.counts.delivered(table.c))
-        if action == "redrive":
+        if self._is_aside:
+            query = query.select_from(self._joined())
+        returns = action == "redrive" and isinstance(self._layout.redrive, Move)
+        if returns:
             query = query.where(sa.not_(self._is_live(table)))
-        query = query.order_by(table.c.seq)
+        query = query.order_by(table.c.get(self._layout.created or "", row), row)
         if limit is not None:
             query = query.limit(limit)
-        rows = db.execute(query if dry_run else query.with_for_update(skip_locked=True)).all()
-        if action == "redrive":
+        rows = db.execute(query if dry_run else query.with_for_update(skip_locked=True, of=table)).all()
+        if returns:
             rows = _one_of_each(rows)
         if dry_run:
             return len(rows)
         change = {"redrive": self._redrive, "drop": self._drop, "replay": self._replay}[action]
         for start in range(0, len(rows), CHUNK):
             chunk = rows[start : start + CHUNK]
-            change(db, [row.seq for row in chunk])
-            self._t.unblock(db, {row.key for row in chunk if row.key is not None})
+            change(db, [found.row_id for found in chunk])
+            self._t.unblock(db, {found.key for found in chunk if found.key is not None})
         if rows:
             detail = {name: _plain(value) for name, value in asdict(where).items() if value not in (None, ())}
             self.record(db, actor, action, detail, len(rows))
         return len(rows)
 
-    def prune(self, db: sa.Connection, role: str, age: timedelta, batch: int, dry_run: bool) -> int:
+    def _is_meant(self, action: str, table: sa.Table) -> ColumnElement[bool]:
+        delivered = self._layout.counts.delivered
+        if action == "replay" and delivered is not None:
+            return delivered(table.c)
+        return is_dead(self._layout, self._grave)
+
+    def prune(self, db: sa.Connection, what: str, age: timedelta, batch: int, dry_run: bool) -> int:
         """Delete one batch of delivered or dead rows that are older than `age`."""
-        table = self._tables[role]
-        moment = table.c.delivered_at if role == "outbox" else table.c.died_at
-        old: list[ColumnElement[bool]] = [moment < later(sa.literal(-age.total_seconds()))]
-        if role == "outbox":
-            old.append(self._layout.counts.delivered(table.c))
-        query = sa.select(table.c.seq, table.c.key).where(self._mine(table), *old)
+        layout = self._layout
+        wants_dead = what == "dead"
+        if not wants_dead and (layout.counts.delivered is None or layout.delivered_at is None):
+            return 0
+        table = self._grave if wants_dead else self._outbox
+        moment = table.c[layout.grave.died_at if wants_dead else layout.delivered_at or ""]
+        row = table.c[layout.grave.row if wants_dead else layout.row]
+        condition = is_dead(self._layout, table) if wants_dead else self._is_meant("replay", table)
+        key = table.c.get(layout.fields.get("key", ""))
+        query = sa.select(_raw(row).label("row_id"), (sa.null() if key is None else key).label("key")).where(
+            self._t.is_mine(table), condition, instant(moment) < later(sa.literal(-age.total_seconds()))
+        )
         if dry_run:
             return db.execute(sa.select(sa.func.count()).select_from(query.subquery())).scalar_one()
         rows = db.execute(query.order_by(moment).limit(batch).with_for_update(skip_locked=True)).all()
         if rows:
-            db.execute(sa.delete(table).where(table.c.seq.in_([row.seq for row in rows])))
-            if role == "dead":
-                self._t.unblock(db, {row.key for row in rows if row.key is not None})
+            numbers = [found.row_id for found in rows]
+            if wants_dead:
+                self._drop(db, numbers)
+                self._t.unblock(db, {found.key for found in rows if found.key is not None})
+            else:
+                db.execute(sa.delete(table).where(_raw(row).in_(numbers), condition))
         return len(rows)
 
     def record(self, db: sa.Connection, actor: str, action: str, detail: Any, events: int) -> None:
-        """Write a line into the audit table."""
-        db.execute(
-            sa.insert(self._tables["audit"]).values(
-                at=now(), actor=actor[:255], action=action, detail=detail, events=events
-            )
-        )
+        """Write a line into the audit table, or into the log where the layout has no such table."""
+        if self._audit is None:
+            log.warning("%s: %s %d events of %s, %s", actor, action, events, self._outbox.fullname, detail)
+            return
+        line = {"at": now(), "actor": actor[:255], "action": action, "detail": detail, "events": events}
+        db.execute(sa.insert(self._audit).values(line))
 
     def entries(self, db: sa.Connection, limit: int) -> list[Entry]:
-        audit = self._tables["audit"]
+        audit = self._audit
+        if audit is None:
+            raise Unsupported(f"Layout {self._layout.name!r}: it has no audit table; actions are in the relay's log")
         rows = db.execute(sa.select(audit).order_by(audit.c.number.desc()).limit(limit))
         return [Entry(row.at, row.actor, row.action, row.detail, row.events) for row in rows]
 
-    # -- one action each --------------------------------------------------------------------------------------------
+    # -- one action each ----------------------------------------------------------------------------------------------
 
-    def _redrive(self, db: sa.Connection, rows: Sequence[int]) -> None:
-        dead, outbox = self._tables["dead"], self._tables["outbox"]
-        chosen = dead.c.seq.in_(rows)
-        fresh = self._layout.redrive.values(dead.c, None)
+    def _redrive(self, db: sa.Connection, rows: Sequence[Any]) -> None:
+        redrive, dead, outbox = self._layout.redrive, self._grave, self._outbox
+        # A partitioned table does not keep ids apart: another row of the id may be alive.
+        chosen = _raw(dead.c[self._layout.grave.row]).in_(rows) & is_dead(self._layout, dead)
+        fresh = redrive.values(dead.c, None)
+        if not isinstance(redrive, Move):
+            db.execute(sa.update(dead).where(chosen).values(fresh))
+            return
         columns = [column.name for column in outbox.c if column.name in dead.c or column.name in fresh]
         # Events that others of their key have overtaken are late, and say so.
-        self._mark_late(db, dead, chosen & sa.not_(dead.c.parks) & dead.c.key.is_not(None))
-        source = sa.select(*(_value(fresh, dead, name) for name in columns)).where(chosen).order_by(dead.c.seq)
-        db.execute(sa.insert(outbox).from_select(columns, source))
+        if "parks" in dead.c:
+            self._mark_late(db, dead, chosen & sa.not_(dead.c.parks) & dead.c.key.is_not(None))
+        else:
+            self._mark_late(db, dead, chosen)
+        source = sa.select(*(_value(fresh, dead, name) for name in columns)).where(chosen)
+        db.execute(sa.insert(outbox).from_select(columns, source.order_by(dead.c[self._layout.grave.row])))
         db.execute(sa.delete(dead).where(chosen))
 
-    def _drop(self, db: sa.Connection, rows: Sequence[int]) -> None:
-        dead = self._tables["dead"]
-        db.execute(sa.delete(dead).where(dead.c.seq.in_(rows)))
+    def _drop(self, db: sa.Connection, rows: Sequence[Any]) -> None:
+        if isinstance(self._t, SideTransitions):
+            self._t.drop(db, rows)
+            return
+        chosen = _raw(self._grave.c[self._layout.grave.row]).in_(rows)
+        db.execute(sa.delete(self._grave).where(chosen, is_dead(self._layout, self._grave)))
 
-    def _replay(self, db: sa.Connection, rows: Sequence[int]) -> None:
-        outbox = self._tables["outbox"]
-        chosen = outbox.c.seq.in_(rows)
+    def _replay(self, db: sa.Connection, rows: Sequence[Any]) -> None:
+        outbox, replay = self._outbox, self._layout.replay
+        chosen = _raw(outbox.c[self._layout.row]).in_(rows) & self._is_meant("replay", outbox)
         self._mark_late(db, outbox, chosen)
-        db.execute(sa.update(outbox).where(chosen).values(self._layout.replay.values(outbox.c, None)))
+        if replay is not None:
+            db.execute(sa.update(outbox).where(chosen).values(replay.values(outbox.c, None)))
 
     def _mark_late(self, db: sa.Connection, table: sa.Table, chosen: ColumnElement[bool]) -> None:
-        found = db.execute(sa.select(table.c.seq, _raw(table.c.headers)).where(chosen)).all()
-        late = [{"late_seq": seq, "late_headers": _late_headers(headers)} for seq, headers in found]
+        headers = self._layout.fields.get("headers")
+        if headers is None or headers not in table.c:
+            return
+        row = table.c[self._layout.row if table is self._outbox else self._layout.grave.row]
+        found = db.execute(sa.select(_raw(row), _raw(table.c[headers])).where(chosen)).all()
+        late = [{"late_row": row_id, "late_headers": _late_headers(value)} for row_id, value in found]
         late = [each for each in late if each["late_headers"] is not None]
         if late:
-            change = sa.update(table).where(table.c.seq == sa.bindparam("late_seq", type_=sa.BigInteger))
-            db.execute(change.values(headers=sa.bindparam("late_headers")), late)
+            change = sa.update(table).where(row == sa.bindparam("late_row", type_=row.type))
+            db.execute(change.values({headers: sa.bindparam("late_headers", type_=table.c[headers].type)}), late)
 
-    # -- conditions -------------------------------------------------------------------------------------------------
-
-    def _mine(self, table: sa.Table) -> ColumnElement[bool]:
-        return table.c[self._layout.sink] == self._t.sink
+    # -- conditions ---------------------------------------------------------------------------------------------------
 
     def _is_live(self, dead: sa.Table) -> ColumnElement[bool]:
-        outbox = self._tables["outbox"].alias()
-        return (
-            sa.exists()
-            .where(
-                outbox.c.sink == dead.c.sink,
-                (outbox.c.id == dead.c.id) | (outbox.c.dedup_key == dead.c.dedup_key),
-            )
-            .correlate(dead)
-        )
+        fields, outbox = self._layout.fields, self._outbox.alias()
+        same = {
+            name: outbox.c[fields[name]] == dead.c[fields[name]]
+            for name in ("id", "dedup_key")
+            if name in fields and fields[name] in dead.c
+        }
+        within = self._layout.dedup_within
+        if within is not None:
+            same["dedup_key"] &= outbox.c[within] == dead.c[within]
+        if not same:
+            return sa.false()
+        query = sa.exists().where(sa.or_(*same.values()))
+        if self._layout.order is not None:
+            query = query.where(outbox.c[self._layout.order.sink] == dead.c[self._layout.order.sink])
+        return query.correlate(dead)
 
-    def _conditions(self, table: sa.Table, where: Filter, role: str) -> list[ColumnElement[bool]]:
+    def _conditions(self, table: sa.Table, where: Filter) -> list[ColumnElement[bool]]:
+        layout = self._layout
         conditions: list[ColumnElement[bool]] = []
+        is_grave = table is self._grave and table is not self._outbox
+        life = self._t.held if self._is_aside else table
         if where.ids:
-            conditions.append(table.c.id.in_(where.ids))
+            conditions.append(self._column(table, "id").in_(where.ids))
         for name in ("key", "topic", "type"):
             value = getattr(where, name)
             if value is not None:
-                conditions.append(table.c[name] == value)
+                conditions.append(self._column(table, name) == value)
         if where.error is not None:
+            error = layout.grave.error if is_grave else layout.error
+            if error is None:
+                raise Unsupported(f"Layout {layout.name!r}: its table keeps no error text to look for")
             # Not LIKE, which on SQLite does not tell capitals.
             find = sa.func.strpos if self._t.dialect == "postgresql" else sa.func.instr
-            conditions.append(find(table.c.error, where.error) > 0)
-        moment = table.c.died_at if role == "dead" else sa.func.coalesce(table.c.delivered_at, table.c.created_at)
+            conditions.append(find(life.c[error], where.error) > 0)
+        moment = self._moment(table, is_grave)
         if where.since is not None:
             conditions.append(moment >= where.since)
         if where.until is not None:
             conditions.append(moment < where.until)
         return conditions
 
-    def _list(self, db: sa.Connection, role: str, where: Filter, state: State | None, limit: int) -> list[Record]:
-        table, fields = self._tables[role], self._layout.fields
-        # In the shape of a pick: a row that does not make an event is shown as far as it can be read.
-        event = [_raw(table.c[fields[name]]) if name in fields else sa.null() for name in EVENT_FIELDS]
-        own = ("died_at", "parks") if role == "dead" else ("state", "until_at", "delivered_at")
-        query = sa.select(
-            *(table.c.seq, sa.null(), sa.null(), sa.null(), table.c.seq, table.c.attempts),
-            *(column.label(f"field_{number}") for number, column in enumerate(event)),
-            *(table.c.error, *(table.c[name] for name in own)),
-        ).where(self._mine(table), *self._conditions(table, where, role))
-        if state is not None:
-            query = query.where(table.c.state == sa.literal_column(str(STATES.index(state))))
-        rows = db.execute(query.order_by(table.c.seq.desc()).limit(limit)).all()
-        return [self._record(row, role) for row in rows]
+    def _column(self, table: sa.Table, name: str) -> ColumnElement[Any]:
+        column = self._layout.fields.get(name)
+        if column is None or column not in table.c:
+            raise Unsupported(f"Layout {self._layout.name!r}: its table has no column for the event's {name}")
+        return table.c[column]
 
-    def _record(self, row: Any, role: str) -> Record:
-        event = self._loader.load(row[: FIRST_FIELD + len(EVENT_FIELDS)]).event
-        common = {"event": event, "seq": row[0], "attempts": row.attempts, "error": row.error}
-        if role == "dead":
-            return Record(**common, state="dead", died_at=row.died_at, parks=row.parks)
-        return Record(**common, state=STATES[row.state], until_at=row.until_at, delivered_at=row.delivered_at)
+    def _moment(self, table: sa.Table, is_grave: bool) -> Any:
+        layout = self._layout
+        if is_grave:
+            return table.c[layout.grave.died_at]
+        died = layout.grave.died_at
+        known: list[Any] = [] if layout.created is None else [instant(table.c[layout.created])]
+        if layout.delivered_at is not None and layout.counts.delivered is not None:
+            known.insert(0, sa.case((layout.counts.delivered(table.c), instant(table.c[layout.delivered_at]))))
+        if self._is_aside:
+            known.insert(0, self._t.held.c[died])
+        elif self._grave is table:
+            known.insert(0, sa.case((is_dead(self._layout, table), instant(table.c[died]))))
+        if not known:
+            raise Unsupported(f"Layout {layout.name!r}: its table has no time to look for")
+        return known[0] if len(known) == 1 else sa.func.coalesce(*known)
 
 
-STATES: tuple[State, ...] = ("ready", "leased", "waiting", "blocked", "scheduled", "delivered")
+_COLUMNS = ("row", "attempts", "error", "until_at", "delivered_at", "died_at", "parks", "origin")
+_FIELDS = len(EVENT_FIELDS)
+
+
+def _put_order(record: Record) -> Any:
+    created = record.event.created_at
+    is_number = isinstance(record.seq, int)
+    # Ids of one time are in the order of putting when they are ours.
+    return (record.seq if is_number else created.timestamp() if created else 0.0, str(record.seq))
 
 
 def _raw(column: Any) -> ColumnElement[Any]:
@@ -216,7 +370,7 @@ def _one_of_each(rows: Sequence[Any]) -> list[Any]:
     taken: set[Any] = set()
     chosen: list[Any] = []
     for row in rows:
-        names = {str(row.id), ("dedup", row.dedup_key)} - {("dedup", None)}
+        names = {str(row.id), ("dedup", row.space, row.dedup_key)} - {("dedup", row.space, None), "None"}
         if taken.isdisjoint(names):
             chosen.append(row)
             taken |= names

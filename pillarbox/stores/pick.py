@@ -7,24 +7,19 @@ judgements are scalar sub-selects with LIMIT 1: a planner cannot turn those into
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any
-from uuid import UUID, SafeUUID
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.codec import decode_json
-from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, Event, compile_loader, load_event
 from pillarbox.layouts.layout import Layout
 from pillarbox.stores.dialect import is_mysql
+from pillarbox.stores.fields import raw_fields
 from pillarbox.stores.hot import Hot
 
 Pick = Callable[[sa.Connection, Sequence[int], int, int], Sequence[Any]]
-FIRST_FIELD = 6
 
 
 def build_pick(layout: Layout, tables: Mapping[str, sa.Table], *, dialect: str, sink: str) -> Pick:
@@ -34,23 +29,13 @@ def build_pick(layout: Layout, tables: Mapping[str, sa.Table], *, dialect: str, 
     return _build_mysql(layout, tables, sink) if is_mysql(dialect) else _build_sqlite(layout, tables, sink)
 
 
-def raw_fields(layout: Layout, table: Any) -> list[ColumnElement[Any]]:
-    # Raw values: one that does not decode must spoil its own row only.
-    return [
-        sa.type_coerce(table.c[layout.fields[name]], sa.types.NullType()).label(f"field_{name}")
-        if name in layout.fields
-        else sa.null().label(f"field_{name}")
-        for name in EVENT_FIELDS
-    ]
-
-
 def _is_blocked(layout: Layout, tables: Mapping[str, sa.Table], sink: str, row: Any, key: Any) -> ColumnElement[bool]:
-    order = layout.order
+    order = layout.keyed
 
     def first(name: str, condition: Any, *, earlier: bool) -> Any:
         table = tables[name].alias()
         query: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-            table.c[layout.sink] == sink, table.c[order.key] == key, condition(table.c)
+            table.c[layout.keyed.sink] == sink, table.c[order.key] == key, condition(table.c)
         )
         if earlier:
             query = query.where(table.c[layout.row] < row)
@@ -66,7 +51,7 @@ def _is_blocked(layout: Layout, tables: Mapping[str, sa.Table], sink: str, row: 
 
 def _build_postgres(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> Pick:
     outbox = tables["outbox"]
-    row, key, lane = outbox.c[layout.row], outbox.c[layout.order.key], outbox.c[layout.lane]
+    row, key, lane = outbox.c[layout.row], outbox.c[layout.keyed.key], outbox.c[layout.keyed.lane]
     lanes = (
         sa.func.unnest(sa.bindparam("lanes", type_=postgresql.ARRAY(sa.SmallInteger)))
         .table_valued(sa.column("lane", sa.SmallInteger), name="latched")
@@ -74,7 +59,7 @@ def _build_postgres(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -
     )
     head = (
         sa.select(row.label("row"), key.label("key"), lane.label("lane"))
-        .where(outbox.c[layout.sink] == sink, lane == lanes.c.lane, layout.ready(outbox.c))
+        .where(outbox.c[layout.keyed.sink] == sink, lane == lanes.c.lane, layout.ready(outbox.c))
         .order_by(row)
         .limit(sa.bindparam("depth", type_=sa.Integer))
         .lateral("head")
@@ -99,7 +84,7 @@ def _build_postgres(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -
     locked = (
         sa.select(
             row.label("row"),
-            outbox.c[layout.attempts].label("attempts"),
+            outbox.c.attempts.label("attempts"),
             *raw_fields(layout, outbox),
             layout.ready(outbox.c).label("is_ready"),
         )
@@ -127,8 +112,8 @@ def _heads(layout: Layout, outbox: sa.Table, sink: str, columns: Sequence[Any], 
     """The first rows of each lane. Neither MariaDB nor SQLite has LATERAL: one branch a lane."""
 
     def head(number: int) -> sa.Select[Any]:
-        lane = outbox.c[layout.lane] == sa.bindparam(f"lane_{number}")
-        query = sa.select(*columns).where(outbox.c[layout.sink] == sink, lane, layout.ready(outbox.c))
+        lane = outbox.c[layout.keyed.lane] == sa.bindparam(f"lane_{number}")
+        query = sa.select(*columns).where(outbox.c[layout.keyed.sink] == sink, lane, layout.ready(outbox.c))
         first = query.order_by(outbox.c[layout.row]).limit(sa.bindparam("depth"))
         return sa.select(first.subquery(f"head_{number}"))
 
@@ -137,7 +122,7 @@ def _heads(layout: Layout, outbox: sa.Table, sink: str, columns: Sequence[Any], 
 
 def _build_mysql(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> Pick:
     outbox = tables["outbox"]
-    row, key, lane = outbox.c[layout.row], outbox.c[layout.order.key], outbox.c[layout.lane]
+    row, key, lane = outbox.c[layout.row], outbox.c[layout.keyed.key], outbox.c[layout.keyed.lane]
     columns = [row.label("row"), key.label("key"), lane.label("lane")]
     statements: dict[int, Hot] = {}
 
@@ -148,7 +133,7 @@ def _build_mysql(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> P
         blocked = _is_blocked(layout, tables, sink, found.row, found.key).label("is_blocked")
         return Hot(sa.select(found.row, found.key, blocked, found.lane).order_by(found.row))
 
-    fields = [row, outbox.c[layout.attempts], *raw_fields(layout, outbox)]
+    fields = [row, outbox.c.attempts, *raw_fields(layout, outbox)]
     wanted = sa.select(*fields).where(row.in_(sa.bindparam("rows", expanding=True)), layout.ready(outbox.c))
     for name in ("mysql", "mariadb"):
         wanted = wanted.with_hint(outbox, "FORCE INDEX (PRIMARY)", name)
@@ -170,8 +155,8 @@ def _build_mysql(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> P
 def _build_sqlite(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> Pick:
     """One statement without locks: the writer is alone."""
     outbox = tables["outbox"]
-    row, key = outbox.c[layout.row], outbox.c[layout.order.key]
-    columns = [row.label("row"), outbox.c[layout.lane].label("lane")]
+    row, key = outbox.c[layout.row], outbox.c[layout.keyed.key]
+    columns = [row.label("row"), outbox.c[layout.keyed.lane].label("lane")]
     statements: dict[int, Hot] = {}
 
     def build(count: int) -> Hot:
@@ -180,7 +165,7 @@ def _build_sqlite(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> 
         ordered = sa.select(heads.c.row, heads.c.lane).order_by(heads.c.row)
         found = ordered.limit(sa.bindparam("limit")).subquery("candidates")
         blocked = _is_blocked(layout, tables, sink, found.c.row, key)
-        fields = [row, outbox.c[layout.attempts], *raw_fields(layout, outbox)]
+        fields = [row, outbox.c.attempts, *raw_fields(layout, outbox)]
         query = sa.select(found.c.row, key.label("key"), blocked.label("is_blocked"), found.c.lane, *fields)
         return Hot(query.join_from(found, outbox, row == found.c.row))
 
@@ -196,79 +181,3 @@ def _build_sqlite(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> 
 
 def _lane_params(lanes: Sequence[int], depth: int, limit: int) -> dict[str, int]:
     return {**{f"lane_{number}": lane for number, lane in enumerate(lanes)}, "depth": depth, "limit": limit}
-
-
-def _decode_headers(value: Any) -> Mapping[str, Any]:
-    headers = decode_json(value) if isinstance(value, str | bytes) else value
-    if not headers:
-        return NO_HEADERS
-    if not isinstance(headers, dict):
-        raise ValueError(f"headers are not a JSON object: {value!r}")
-    return MappingProxyType(headers)
-
-
-def _decode_time(value: Any) -> datetime:
-    if isinstance(value, str):  # SQLite
-        return datetime.fromisoformat(value + "+00:00")
-    moment: datetime = value
-    return moment.replace(tzinfo=UTC)
-
-
-_set_int = UUID.__dict__["int"].__set__
-_set_is_safe = UUID.__dict__["is_safe"].__set__
-
-
-def _plain_uuid(value: UUID) -> UUID:
-    # asyncpg has a class of its own, which encoders and pickles of the standard one do not know.
-    if type(value) is UUID:
-        return value
-    # The constructor would check a number that another UUID vouches for, which costs as much as the rest of the event.
-    plain = object.__new__(UUID)
-    _set_int(plain, value.int)
-    _set_is_safe(plain, SafeUUID.unknown)
-    return plain
-
-
-UNREADABLE = (ValueError, TypeError, AttributeError)
-
-
-class EventLoader:
-    """Makes events from rows whose raw event fields start at an offset."""
-
-    def __init__(self, dialect: str, offset: int) -> None:
-        decoders: dict[str, Callable[[Any], Any]] = {"headers": _decode_headers, "id": _plain_uuid}
-        if dialect != "postgresql":
-            decoders |= {"id": UUID, "due_at": _decode_time, "created_at": _decode_time}
-        self.read = compile_loader(offset=offset, decoders=decoders)
-        self._offset = offset
-
-    def load(self, row: Sequence[Any]) -> tuple[Event, str | None]:
-        """The event, or what can be read of it and why that is not all."""
-        try:
-            return self.read(row), None
-        except UNREADABLE as error:
-            return load_event(*_salvage(row[self._offset :])), str(error)
-
-
-class ClaimLoader:
-    """Makes claims from the rows of a pick."""
-
-    def __init__(self, dialect: str) -> None:
-        self._events = EventLoader(dialect, FIRST_FIELD)
-        self._read = self._events.read
-
-    def load(self, row: Sequence[Any]) -> Claim:
-        """A claim for a picked row; a row that does not decode makes a claim that says so."""
-        try:
-            return Claim(row[4], self._read(row), row[5] + 1)
-        except UNREADABLE:
-            event, defect = self._events.load(row)
-            return Claim(row[4], event, row[5] + 1, defect=f"Row {row[4]}: {defect}")
-
-
-def _salvage(values: Sequence[Any]) -> list[Any]:
-    good = dict(zip(EVENT_FIELDS, values, strict=True))
-    return [
-        *(UUID(int=0), str(good["type"]), str(good["topic"]), good["key"], bytes(good["payload"] or b""), BYTES),
-        *(NO_HEADERS, *(None for _ in EVENT_FIELDS[7:])),
-    ]

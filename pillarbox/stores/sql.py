@@ -16,10 +16,11 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Program
 
 from pillarbox.errors import ConfigError, SchemaError, StoreUnavailable, Unsupported
 from pillarbox.event import RELEASED, Claim, Outcome
-from pillarbox.layouts import Layout, declare_layout
+from pillarbox.layouts import Feature, Layout, check_database, declare_layout
 from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores.build import build_transitions
 from pillarbox.stores.operations import Operations
-from pillarbox.stores.transitions import Taken, Transitions
+from pillarbox.stores.transitions import DEFAULT_LEASE, Taken
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
@@ -41,7 +42,7 @@ class LeaseBatch:
         self.claims: Sequence[Claim] = taken.claims
         self.is_full = is_full
         self.has_tried = False
-        self.lanes = taken.lanes
+        self.lanes = set(taken.lanes)
         store.busy_lanes.update(self.lanes)
 
     async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
@@ -86,9 +87,18 @@ class SqlStore(ABC):
         schema: str | None = None,
         sink: str = "",
         retention: timedelta | None = None,
+        topics: Sequence[str] | None = None,
     ) -> None:
+        check_database(layout, self.dialect)
+        if topics is not None and layout.scope is None:
+            raise Unsupported(f"Layout {layout.name!r}: its table cannot be claimed by topic; leave topics out")
+        if retention is not None and Feature.RETENTION not in layout.features:
+            raise Unsupported(f"Layout {layout.name!r}: its table cannot keep delivered rows; leave retention out")
         self.url = url
         self.layout = layout
+        self.topics = topics
+        offered = {mode for mode in self.modes if Feature(mode) in layout.features}
+        self.modes: frozenset[Mode] = frozenset(offered)
         self.metadata = sa.MetaData()
         self.tables = declare_layout(layout, self.metadata, table=table, schema=schema)
         self.retention = retention
@@ -102,10 +112,25 @@ class SqlStore(ABC):
 
     def _build(self, dialect: str) -> None:
         self.dialect = dialect
-        self.transitions = Transitions(
-            self.layout, self.tables, dialect=dialect, sink=self.sink, retain=self.retention is not None
+        self.transitions = build_transitions(
+            self.layout,
+            self.tables,
+            dialect=dialect,
+            sink=self.sink,
+            retain=self.retention is not None,
+            scopes=self.topics,
         )
         self.operations = Operations(self.transitions)
+
+    @property
+    def lease(self) -> timedelta:
+        """How long a claim lasts unless the relay says otherwise."""
+        return self.layout.lease.length or DEFAULT_LEASE
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether events of one key are delivered in order, whatever fails and however many relays there are."""
+        return Feature.ORDER in self.layout.features
 
     @abstractmethod
     async def _transact(self, work: Work[T], *, writes: bool) -> T:
@@ -122,7 +147,21 @@ class SqlStore(ABC):
     async def close(self) -> None: ...
 
     async def open(self) -> None:
-        await self.run(self._ensure_lanes)
+        await self.run(self._look, writes=False)
+        if self.layout.order is not None:
+            await self.run(self._ensure_lanes)
+
+    def _look(self, db: sa.Connection) -> None:
+        # A table that is missing or another one is found out now rather than by the first claim.
+        for table in self.tables.values():
+            db.execute(sa.select(table).limit(0))
+        if self.layout.beside is not None:
+            name, schema = self.layout.beside(self.tables["outbox"])
+            if sa.inspect(db).has_table(name, schema=schema):
+                raise Unsupported(
+                    f"Store {self.name}: there is a table {name!r} beside it, so handlers deliver these rows. Relay "
+                    f"from the notifications instead: layout '{self.layout.name}-notifications'."
+                )
 
     async def run(self, work: Work[T], *, writes: bool = True) -> T:
         """Run a function of a connection in a transaction, again when it lost a deadlock."""
@@ -149,6 +188,8 @@ class SqlStore(ABC):
     ) -> Any:
         if mode not in self.modes:
             raise Unsupported(f"Store {self.name}: cannot claim by {mode}; it offers {', '.join(sorted(self.modes))}")
+        # Nobody's claim is taken before it lapses by the rule of the system whose table this is.
+        self.transitions.lease = max(lease, self.layout.lease.length or lease)
         await self._wake(max_attempts, park)
         if mode == "hold":
             batch, blocked = await self._hold(limit)
@@ -183,19 +224,19 @@ class SqlStore(ABC):
         return await self.run(self.transitions.next_due, writes=False)
 
     def _ensure_lanes(self, db: sa.Connection) -> None:
-        lanes = self.tables["lanes"]
+        order, lanes = self.layout.keyed, self.tables["lanes"]
         mine = sa.select(sa.func.count()).select_from(lanes).where(lanes.c.sink == self.sink)
         found = db.execute(mine).scalar_one()
         if found == 0:
-            rows = [{"sink": self.sink, "lane": lane} for lane in range(self.layout.lanes)]
+            rows = [{"sink": self.sink, "lane": lane} for lane in range(order.lanes)]
             try:
                 with db.begin_nested():
                     db.execute(sa.insert(lanes), rows)
             except sa.exc.IntegrityError:
                 log.debug("Another relay made the lanes of sink %r first.", self.sink)
-        elif found != self.layout.lanes:
+        elif found != order.lanes:
             raise SchemaError(
-                f"Table {lanes.fullname!r} has {found} lanes for sink {self.sink!r}; expected {self.layout.lanes}. "
+                f"Table {lanes.fullname!r} has {found} lanes for sink {self.sink!r}; expected {order.lanes}. "
                 "Writers and relays must use the number of lanes that the table was made with."
             )
 
@@ -232,12 +273,12 @@ class SqlStore(ABC):
         batch: int = 1000,
     ) -> Pruned:
         total = Pruned()
-        for role, age in (("outbox", delivered_age), ("dead", dead_age)):
+        for what, age in (("delivered", delivered_age), ("dead", dead_age)):
             while age is not None:
                 count = await self.run(
-                    lambda db, role=role, age=age: self.operations.prune(db, role, age, batch, dry_run)  # type: ignore[misc]
+                    lambda db, what=what, age=age: self.operations.prune(db, what, age, batch, dry_run)  # type: ignore[misc]
                 )
-                delivered, dead = (count, 0) if role == "outbox" else (0, count)
+                delivered, dead = (count, 0) if what == "delivered" else (0, count)
                 total = Pruned(total.delivered + delivered, total.dead + dead)
                 if dry_run or count < batch:
                     break
@@ -273,7 +314,7 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
     state = str(getattr(error.orig, "sqlstate", "") or "")
     number = error.orig.args[0] if error.orig is not None and error.orig.args else None
     table = store.tables["outbox"].fullname
-    if state == "42P01" or number == 1146 or "no such table" in text:
+    if state in ("42P01", "3F000") or number == 1146 or "no such table" in text:
         return SchemaError(f"Store {store.name}: {text}. Run `pillarbox schema create` or your migration first.")
     if state == "42703" or number == 1054 or "no such column" in text:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")

@@ -3,45 +3,38 @@
 Everything here is synchronous and does no waiting of its own: an asynchronous store runs it through `run_sync`, a
 store with its own thread calls it there. Statements are built once, when the store is made.
 
-Claiming keeps order per key under concurrency in two steps, each its own statement so that the second one sees
-everything committed before the latch:
-
-1. Latch lanes: lock rows of the lane table, skipping those locked by others.
-2. Pick: read candidates of those lanes in order, judge each (is its key in flight, waiting after a try, or parked?),
-   lock the rows that passed, skipping those locked by others. A candidate that fell out takes the later ones of its
-   key in this batch with it.
-
-A hold keeps latch and row locks until it settles; a lease writes itself into the rows and commits, and from then on
-its rows exclude their keys.
+This is what all layouts share: settling, renewing, and letting lapsed claims go. How rows are claimed differs:
+`keyed.py` for tables that keep order per key, `scan.py` for those that do not, `side.py` for tables whose claims
+stand in a table beside them.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
-from uuid import UUID, uuid4
+from uuid import UUID
 
-import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
-from sqlalchemy.dialects.mysql import insert as mysql_insert
 from sqlalchemy.sql.elements import ColumnElement
 
+from pillarbox.errors import Unsupported
 from pillarbox.event import DELIVERED, Claim, Outcome, Released
-from pillarbox.layouts.clock import seconds_until
+from pillarbox.layouts.clock import as_instant, seconds_until
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
-from pillarbox.stores.dialect import Given, GivenRows, SameForAll, UsedColumns, delete_given, is_mysql
+from pillarbox.stores.dialect import Given, GivenRows, Kinds, SameForAll, UsedColumns, delete_given, is_mysql
 from pillarbox.stores.hot import Hot
-from pillarbox.stores.lanes import LaneShare, build_latch
-from pillarbox.stores.outcomes import freed_keys, group_outcomes
-from pillarbox.stores.pick import ClaimLoader, build_pick
+from pillarbox.stores.outcomes import group_outcomes
+
+log = logging.getLogger("pillarbox.store")
 
 WAKE_LIMIT = 1000
-WRITERS = "#writers"
+DEFAULT_LEASE = timedelta(seconds=30)
 LAPSED = "The lease lapsed: the relay that held this event died or stalled."
 
 
@@ -49,11 +42,11 @@ class Taken(NamedTuple):
     """What one claim found."""
 
     claims: list[Claim]
-    blocked: list[tuple[Any, str]]
+    blocked: Sequence[tuple[Any, str]] = ()
     """Rows that wait behind another of their key, with that key."""
-    lanes: set[int]
-    is_full: bool
-    has_tried: bool
+    lanes: Collection[int] = ()
+    is_full: bool = False
+    has_tried: bool = False
 
 
 class _Write(NamedTuple):
@@ -63,7 +56,7 @@ class _Write(NamedTuple):
     same: SameForAll
 
 
-class Transitions:
+class Transitions(ABC):
     """The statements of one layout on one database, for the rows of one sink."""
 
     def __init__(
@@ -74,145 +67,129 @@ class Transitions:
         dialect: str,
         sink: str = "",
         retain: bool = False,
+        scopes: Sequence[str] | None = None,
     ) -> None:
         self.layout = layout
         self.tables = tables
         self.outbox = tables["outbox"]
+        self.held = tables["outbox" if layout.side is None else "state"]
+        """The table that claims are written into."""
         self.dialect = dialect
         self.sink = sink
-        self.share = LaneShare(layout.lanes)
+        self.scopes = scopes
+        self.lease = layout.lease.length or DEFAULT_LEASE
         self._hints = is_mysql(dialect)
-        self._deletes = not retain and not self._hints and isinstance(layout.delivered, Delete)
+        self._delivered = layout.kept if retain and layout.kept is not None else layout.delivered
+        self._deletes = not self._hints and isinstance(self._delivered, Delete)
         self._row = self.outbox.c[layout.row]
-        self._mine = self.outbox.c[layout.sink] == sa.bindparam("sink", sink)
-        self._given = GivenRows(dialect)
-        self._delivered = layout.kept if retain else layout.delivered
-        self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
-        self._loader = ClaimLoader(dialect)
-        self._latch = build_latch(layout, tables, dialect=dialect, sink=sink)
-        key = self.outbox.c[layout.order.key]
-        self._due = [Hot(self._select_due(due(self.outbox.c), key)) for due in layout.due]
-        self._lapsed = self._select_due(
-            layout.lease.lapsed(self.outbox.c),
-            *(self.outbox.c[name] for name in (layout.attempts, layout.lease.fence, layout.order.key)),
-            self.outbox.c.max_attempts,
-        )
+        self._names = layout.rows
+        is_raw = layout.lease.token == "wrote"
+        self._kinds = Kinds(self.held, self._names, layout.lease.fence, is_raw=is_raw)
+        self._given = GivenRows(dialect, self._kinds)
         self._next_due = Hot(self._build_next_due())
-        self._unblock = Hot(self._build_unblock())
-        self._overtaken = {role: self._build_overtaken(tables[role]) for role in ("outbox", "dead")}
+        self._lapsed = self._build_lapsed()
         self._writes = {
-            fenced: {
-                name: self._build_write(write, fenced)
-                for name, write in {
-                    "delivered": self._delivered,
-                    "retry": layout.retry,
-                    "release": layout.release,
-                    "promote": layout.promote,
-                    "lapse": layout.lease.lapse,
-                    "block": layout.order.block,
-                    "cancel": Delete(),
-                    "claim": Update(layout.lease.claim),
-                    "renew": Update(layout.lease.renew),
-                }.items()
-            }
+            fenced: {name: self._build_write(self.held, write, fenced) for name, write in self._updates().items()}
             for fenced in (False, True)
         }
 
-    # -- claiming ---------------------------------------------------------------------------------------------------
+    # -- what differs -------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def claim(
         self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
     ) -> Taken:
-        """Latch, pick and, for a lease, write the claims into their rows.
+        """Claim rows; `busy` lanes have rows of this relay under way."""
 
-        `busy` lanes have rows of this relay under way: their keys are probably taken, so they come last.
-        """
-        seen: set[int] = set()
-        claims: list[Claim] = []
-        blocked: list[tuple[Any, str]] = []
-        is_full = has_tried = False
-        # Lanes that hold only rows which cannot be had now must not hide the others.
-        while not claims and (lanes := set(self._latch(db, self.share, {*busy, *seen})) - seen):
-            seen |= lanes
-            depth = self.share.rows_per_lane(limit, len(lanes))
-            rows = self._pick(db, sorted(lanes), depth, limit)
-            is_full |= self.share.picked(limit, rows, depth)
-            claims, waiting, was_tried = self._choose(rows, mode)
-            blocked += waiting
-            has_tried |= was_tried
-        if mode == "lease" and claims:
-            token = uuid4()
-            seconds = lease.total_seconds()
-            for claim in claims:
-                claim.fence = token
-            self._write(db, "claim", [Given(c.row, token, c.attempt, seconds) for c in claims])
-        is_full |= bool(claims) and len(lanes) >= self.share.wanted
-        return Taken(claims, blocked, lanes, is_full, has_tried)
-
-    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[list[Claim], list[tuple[Any, str]], bool]:
-        claims: list[Claim] = []
-        blocked: list[tuple[Any, str]] = []
-        broken: set[str] = set()
-        has_tried = False
-        load = self._loader.load
-        for row in rows:
-            row_id, key, is_blocked, locked, attempts = row[0], row[1], row[2], row[4], row[5]
-            if key is not None and key in broken:
-                if is_blocked:
-                    blocked.append((row_id, key))
-                continue
-            if is_blocked:
-                blocked.append((row_id, key))
-            elif locked is not None:
-                if mode == "lease" or not attempts:
-                    claims.append(load(row))
-                    continue
-                has_tried = True
-            if key is not None:
-                broken.add(key)
-        return claims, blocked, has_tried
-
-    def block(self, db: sa.Connection, blocked: Sequence[tuple[Any, str]]) -> int:
-        """Take rows that wait behind another out of the claim index.
-
-        The rows in front are locked first and must still be in front: whoever settles them waits for this commit and
-        then sets the marked rows ready again, so that no row stays blocked behind nothing.
-        """
-        order = self.layout.order
-        keys = sorted({key for _, key in blocked})
-        fronts: set[str] = set()
-        for name, front in (("outbox", order.in_flight), ("outbox", order.blocking), ("dead", order.parking)):
-            table = self.tables[name]
-            query = sa.select(table.c[order.key]).where(
-                table.c[self.layout.sink] == self.sink, table.c[order.key].in_(keys), front(table.c)
-            )
-            fronts.update(db.execute(query.with_for_update(skip_locked=True)).scalars())
-        rows = [row for row, key in blocked if key in fronts]
-        if not rows:
-            return 0
-        free = sa.select(self._row).where(self._row.in_(rows), self.layout.ready(self.outbox.c))
-        locked = db.execute(free.with_for_update(skip_locked=True)).scalars().all()
-        return self._write(db, "block", [Given(row) for row in locked])
-
-    # -- time -------------------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def wake(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
         """Let lapsed claims go and make rows ready whose time has come; returns how many rows moved."""
+
+    def block(self, db: sa.Connection, blocked: Sequence[tuple[Any, str]]) -> int:
+        """Take rows that wait behind another out of the claim index."""
+        return 0
+
+    def unblock(self, db: sa.Connection, keys: Iterable[str]) -> None:
+        """Set rows ready that waited behind these keys."""
+        return
+
+    def is_mine(self, table: sa.Table) -> ColumnElement[bool]:
+        """Which rows of a table are this store's."""
+        scope, recipient = self.layout.scope, self.layout.recipient
+        if scope is not None and self.scopes is not None and scope.column in table.c:
+            return table.c[scope.column].in_(list(self.scopes))
+        if recipient is None or not self.sink or recipient not in table.c:
+            return sa.true()
+        return table.c[recipient] == self.sink
+
+    def lock_keys(self, db: sa.Connection, keys: Sequence[str]) -> None:
+        """Take locks on keys that last until the transaction ends, in one order for everybody."""
+        raise Unsupported(f"Layout {self.layout.name!r}: lock_key needs a table that keeps order per key")
+
+    def change(self, db: sa.Connection, ids: Sequence[UUID], dedup_key: str | None, given: Any) -> int:
+        """Cancel events that nobody holds, or reschedule them when `given.due` is a time."""
+        layout, c = self.layout, self.outbox.c
+        if layout.cancellable is None or layout.reschedule is None:
+            raise Unsupported(f"Layout {layout.name!r}: its events cannot be cancelled or rescheduled")
+        free = sa.select(*self._identity(), *self._key_columns()).where(
+            self.is_mine(self.outbox), self._chosen(ids, dedup_key), layout.cancellable(c)
+        )
+        rows = db.execute(free.with_for_update(skip_locked=True)).all()
+        if not rows:
+            return 0
+        found = [Given(self._identify(row)) for row in rows]
+        if given.due is None:
+            self._write(db, "cancel", found)
+        else:
+            mine = self._is_among(found)
+            change = sa.update(self.outbox).where(mine).values(layout.reschedule.values(c, given))
+            db.execute(change.with_hint("FORCE INDEX (PRIMARY)", dialect_name=self.dialect) if self._hints else change)
+        self._changed(db, rows)
+        return len(rows)
+
+    def _changed(self, db: sa.Connection, rows: Sequence[Any]) -> None:
+        """Called with the rows that were cancelled or rescheduled."""
+        return
+
+    def _chosen(self, ids: Sequence[UUID], dedup_key: str | None) -> ColumnElement[bool]:
+        fields, c = self.layout.fields, self.outbox.c
+        wanted, value = ("id", ids) if dedup_key is None else ("dedup_key", dedup_key)
+        if wanted not in fields:
+            raise Unsupported(f"Layout {self.layout.name!r}: its table has no column for the event's {wanted}")
+        column = c[fields[wanted]]
+        return column.in_(ids) if dedup_key is None else column == value
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def next_due(self, db: sa.Connection) -> float | None:
+        """Seconds until a row wants attention."""
+        row = self._next_due.execute(db, {}).one()
+        seconds = self.lease.total_seconds()
+        moments = [
+            float(value) + (seconds if wait.plus_lease else 0.0)
+            for wait, value in zip(self.layout.waits, row, strict=True)
+            if value is not None
+        ]
+        return max(0.0, min(moments)) if moments else None
+
+    def _let_lapsed_go(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
         moved = 0
-        lapsed = db.execute(self._lapsed, {"limit": WAKE_LIMIT}).all()
-        if lapsed:
-            moved += self._let_go(db, lapsed, max_attempts, park)
-        for query in self._due:
-            due: Sequence[Any] = query.execute(db, {"limit": WAKE_LIMIT}).all()
-            moved += self._write(db, "promote", [Given(row) for row, _ in due])
-            # Those marked as blocked behind it return with it: a later one that is not marked would pass them.
-            self.unblock(db, {key for _, key in due if key is not None})
+        if self._lapsed is not None:
+            params = {"limit": WAKE_LIMIT, "lease": self.lease.total_seconds()}
+            while lapsed := db.execute(self._lapsed, params).all():
+                moved += self._let_go(db, lapsed, max_attempts, park)
+                if len(lapsed) < WAKE_LIMIT:
+                    break
         return moved
 
     def _let_go(self, db: sa.Connection, lapsed: Sequence[Any], max_attempts: int | None, park: bool) -> int:
         again: list[Given] = []
         last: list[Given] = []
-        for row, attempts, fence, key, own_max in lapsed:
+        width = len(self._names)
+        for found in lapsed:
+            counted, fence, key, own_max = found[width:]
+            row = self._identify(found)
+            attempts = counted if self.layout.is_counted_at_claim else counted + 1
             most = own_max or max_attempts
             if most is not None and attempts >= most:
                 last.append(Given(row, fence, attempts, 0.0, LAPSED, park and key is not None))
@@ -221,39 +198,33 @@ class Transitions:
                 # that the guilty one spends its attempts alone.
                 spread = 0.0 if attempts < 2 else random.uniform(0, min(300.0, 2.0 ** min(attempts, 20)))
                 again.append(Given(row, fence, attempts, spread, LAPSED))
-        moved = self._write(db, "lapse", again, fenced=True)
+        # Their rows are locked, and a claim without a holder has nothing to compare.
+        moved = self._write(db, "lapse", again)
         if last:
-            moved += self.move(db, self.layout.dead, last, fenced=True)
-        # Some of those marked behind them may not have to wait any more; the next claim marks the others again.
-        self.unblock(db, {key for _, _, _, key, _ in lapsed if key is not None})
+            moved += self._bury(db, last, fenced=False)
+        self.unblock(db, {key for *_, key, _ in lapsed if key is not None})
         return moved
 
-    def next_due(self, db: sa.Connection) -> float | None:
-        """Seconds until a row wants attention."""
-        moments = [value for value in self._next_due.execute(db, {}).one() if value is not None]
-        return max(0.0, float(min(moments))) if moments else None
-
-    # -- settling ---------------------------------------------------------------------------------------------------
+    # -- settling -----------------------------------------------------------------------------------------------------
 
     def settle(
         self, db: sa.Connection, claims: Sequence[Claim], outcomes: Sequence[Outcome], *, mode: Mode, park: bool
     ) -> Settlement:
         """Write what became of the claims; a claim whose fence is gone changes nothing."""
+        fenced = mode == "lease"
         is_whole = self._deletes and len(outcomes) == len(claims) > 0
         if is_whole and all(outcome is DELIVERED for outcome in outcomes):
-            return self._settle_delivered(db, claims, fenced=mode == "lease")
+            return self._settle_delivered(db, claims, fenced=fenced)
         groups = group_outcomes(claims, outcomes, park)
-        fenced = mode == "lease"
         if mode == "hold":
             groups["release"] = []
         counts = {
             name: self._write(db, name, groups[name], fenced=fenced) if groups[name] else 0
             for name in ("delivered", "retry", "release")
         }
-        counts["dead"] = self.move(db, self.layout.dead, groups["dead"], fenced=fenced) if groups["dead"] else 0
-        # A hold takes only rows that were never tried, and nothing is ever blocked behind those.
+        counts["dead"] = self._bury(db, groups["dead"], fenced=fenced) if groups["dead"] else 0
         if fenced:
-            self.unblock(db, freed_keys(claims, outcomes, park) | self._overtaken_keys(db, groups))
+            self._settled(db, claims, outcomes, groups, park)
         lost = sum(len(rows) for rows in groups.values()) - sum(counts.values())
         return Settlement(
             counts["delivered"],
@@ -263,11 +234,26 @@ class Transitions:
             lost,
         )
 
+    def _settled(
+        self,
+        db: sa.Connection,
+        claims: Sequence[Claim],
+        outcomes: Sequence[Outcome],
+        groups: Mapping[str, Sequence[Given]],
+        park: bool,
+    ) -> None:
+        """Called when the rows of a lease are written."""
+        return
+
     def _settle_delivered(self, db: sa.Connection, claims: Sequence[Claim], *, fenced: bool) -> Settlement:
         """Nearly every settlement: all claims of the batch, which share a fence, are delivered and deleted."""
         write = self._writes[fenced]["delivered"]
-        params = write.same.params([claim.row for claim in claims], Given(None, claims[0].fence))
-        delivered = write.alike.execute(db, params).rowcount
+        if write.same.is_possible:
+            params = write.same.params([claim.row for claim in claims], Given(None, claims[0].fence))
+            delivered = write.alike.execute(db, params).rowcount
+        else:
+            given = write.given.params([Given(claim.row, claim.fence) for claim in claims])
+            delivered = write.each.execute(db, given).rowcount
         if fenced:
             self.unblock(db, {claim.event.key for claim in claims if claim.event.key is not None})
         return Settlement(delivered, lost=len(claims) - delivered)
@@ -275,43 +261,55 @@ class Transitions:
     def renew(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
         """Extend the claims that are still ours; returns those that are not."""
         seconds = lease.total_seconds()
-        rows = [Given(claim.row, claim.fence, 0, seconds) for claim in claims]
-        if self._write(db, "renew", rows, fenced=True) == len(claims):
-            return []
-        fence = self.outbox.c[self.layout.lease.fence]
-        ours = sa.select(self._row).where(self._row.in_([claim.row for claim in claims]), fence == claims[0].fence)
-        kept = set(db.execute(ours).scalars())
+        if self.layout.lease.token == "wrote":
+            # The fence moves with the lease, so it must be known before which claims are ours.
+            kept = self._ours(db, claims)
+            ours = [claim for claim in claims if claim.row in kept]
+            self._write(db, "renew", [Given(claim.row, None, 0, seconds) for claim in ours])
+            if ours:
+                self._read_fence(db, ours)
+        else:
+            rows = [Given(claim.row, claim.fence, 0, seconds) for claim in claims]
+            if self._write(db, "renew", rows, fenced=True) == len(claims):
+                return []
+            kept = self._ours(db, claims)
         return [claim for claim in claims if claim.row not in kept]
 
-    def _overtaken_keys(self, db: sa.Connection, groups: Mapping[str, Sequence[Given]]) -> set[str]:
-        """The keys of failed rows that hold up an earlier one, which came due while they were in flight."""
-        keys: set[str] = set()
-        failed = {"outbox": groups["retry"], "dead": [given for given in groups["dead"] if given.parks]}
-        for role, rows in failed.items():
-            if rows:
-                query = self._overtaken[role]
-                keys.update(db.execute(query, {"rows": [given.row_id for given in rows]}).scalars())
-        return keys
+    def _ours(self, db: sa.Connection, claims: Sequence[Claim]) -> set[Any]:
+        query = sa.select(*self._identity()).where(
+            self._is_among([Given(claim.row) for claim in claims]), self._fence_column() == claims[0].fence
+        )
+        return {self._identify(row) for row in db.execute(query.with_for_update())}
 
-    def unblock(self, db: sa.Connection, keys: Iterable[str]) -> None:
-        """Set rows ready that waited behind these keys."""
-        wanted: Any = list(keys)
-        if wanted:
-            listed = orjson.dumps(wanted).decode() if self.dialect == "sqlite" else wanted
-            self._unblock.execute(db, {"keys": listed})
+    def _read_fence(self, db: sa.Connection, claims: Sequence[Claim]) -> None:
+        """Give claims the fence that a write left in their rows, which is the same for all of them."""
+        wrote = db.execute(sa.select(self._fence_column()).where(self._is_among([Given(claims[0].row)]))).scalar_one()
+        for claim in claims:
+            claim.fence = wrote
+
+    def _bury(self, db: sa.Connection, rows: Sequence[Given], *, fenced: bool) -> int:
+        dead = self.layout.dead
+        if self.layout.grave.error is None:
+            for given in rows:
+                log.warning("Row %s of %s is dead: %s", given.row_id, self.outbox.fullname, given.error)
+        if isinstance(dead, Move):
+            return self.move(db, dead, rows, fenced=fenced)
+        return self._write(db, "dead", rows, fenced=fenced)
 
     def move(self, db: sa.Connection, move: Move, rows: Sequence[Given], *, fenced: bool) -> int:
         """Move outbox rows into another table."""
         match = self._match(self._given, fenced)
-        lock = self._given_first(sa.select(self._row)).where(match(self.outbox.c)).with_for_update(of=self.outbox)
+        lock = self._given_first(sa.select(*self._identity()))
+        lock = lock.where(match(self.outbox.c)).with_for_update(of=self.outbox)
         by_row = {given.row_id: given for given in rows}
-        found = db.execute(lock, self._given.params(rows)).scalars().all()
+        found = [self._identify(row) for row in db.execute(lock, self._given.params(rows))]
         if not found:
             return 0
         params = self._given.params([by_row[row] for row in found])
         target = self.tables[move.into]
         values = move.values(self.outbox.c, self._given.c)
         columns = [column.name for column in target.c if column.name in self.outbox.c or column.name in values]
+        columns = [name for name in columns if name in values or not _is_generated(target.c[name])]
         wanted = (_as_column(values.get(name, self.outbox.c.get(name)), name) for name in columns)
         source = self._given_first(sa.select(*wanted))
         db.execute(sa.insert(target).from_select(columns, source.where(match(self.outbox.c))), params)
@@ -324,69 +322,77 @@ class Transitions:
             return joined
         return joined.prefix_with("STRAIGHT_JOIN").with_hint(self.outbox, "FORCE INDEX (PRIMARY)", self.dialect)
 
-    # -- what applications change -----------------------------------------------------------------------------------
+    # -- building -----------------------------------------------------------------------------------------------------
 
-    def change(self, db: sa.Connection, ids: Sequence[UUID], dedup_key: str | None, given: Any) -> int:
-        """Cancel events that nobody holds, or reschedule them when `given.due` is a time."""
-        c = self.outbox.c
-        chosen = c.id.in_(ids) if dedup_key is None else c.dedup_key == dedup_key
-        free = sa.select(self._row, c[self.layout.order.key]).where(self._mine, chosen, self.layout.cancellable(c))
-        rows = db.execute(free.with_for_update(skip_locked=True)).all()
-        if not rows:
-            return 0
-        if given.due is None:
-            self._write(db, "cancel", [Given(row[0]) for row in rows])
-        else:
-            mine = self._row.in_([row[0] for row in rows])
-            change = sa.update(self.outbox).where(mine).values(self.layout.reschedule.values(c, given))
-            db.execute(change.with_hint("FORCE INDEX (PRIMARY)", dialect_name=self.dialect) if self._hints else change)
-        self.unblock(db, {row[1] for row in rows if row[1] is not None})
-        return len(rows)
+    def _fence_column(self) -> ColumnElement[Any]:
+        fence: ColumnElement[Any] = self.held.c[self.layout.lease.fence]
+        # What was read back is compared as it was read.
+        return sa.type_coerce(fence, sa.types.NullType()) if self.layout.lease.token == "wrote" else fence
 
-    def lock_keys(self, db: sa.Connection, keys: Sequence[str]) -> None:
-        """Take locks on keys that last until the transaction ends, in one order for everybody."""
-        if self.dialect == "postgresql":
-            numbers = sorted({zlib.crc32(key.encode()) - 2**31 for key in keys})
-            lock = sa.text("SELECT pg_advisory_xact_lock(:space, n) FROM unnest(CAST(:numbers AS INTEGER[])) AS n")
-            db.execute(lock, {"space": zlib.crc32(self.outbox.fullname.encode()) - 2**31, "numbers": numbers})
-        elif is_mysql(self.dialect):
-            self._lock_lanes(db, sorted({zlib.crc32(key.encode()) % self.layout.lanes for key in keys}))
-        # SQLite's writers come one after the other anyway.
+    def _updates(self) -> dict[str, Update | Delete]:
+        layout = self.layout
+        updates: dict[str, Update | Delete] = {
+            "retry": layout.retry,
+            "release": layout.release,
+            "lapse": layout.lease.lapse,
+            "cancel": Delete(),
+            "claim": Update(layout.lease.claim),
+            "renew": Update(layout.lease.renew),
+        }
+        if not isinstance(self._delivered, Move):
+            updates["delivered"] = self._delivered
+        if isinstance(layout.dead, Update):
+            updates["dead"] = layout.dead
+        return updates
 
-    def _lock_lanes(self, db: sa.Connection, numbers: Sequence[int]) -> None:
-        # Rows of their own in the lane table, beside those that relays latch.
-        lanes = self.tables["lanes"]
-        wanted = [{"sink": WRITERS, "lane": number} for number in numbers]
-        db.execute(mysql_insert(lanes).values(wanted).on_duplicate_key_update(lane=lanes.c.lane))
+    def _identity(self) -> list[ColumnElement[Any]]:
+        # As the driver gives them: what goes back as a parameter need not be anything else.
+        return [sa.type_coerce(self.held.c[name], sa.types.NullType()).label(name) for name in self._names]
 
-    # -- building ---------------------------------------------------------------------------------------------------
+    def _identify(self, row: Sequence[Any]) -> Any:
+        return row[0] if len(self._names) == 1 else tuple(row[: len(self._names)])
+
+    def _is_among(self, rows: Sequence[Given]) -> ColumnElement[bool]:
+        c, names = self.held.c, self._names
+        if len(names) == 1:
+            numbers = [row.row_id for row in rows]
+            if self.dialect == "postgresql":  # one parameter, and one text whatever their number
+                return c[names[0]] == sa.any_(sa.literal(numbers, postgresql.ARRAY(c[names[0]].type)))
+            return sa.type_coerce(c[names[0]], sa.types.NullType()).in_(numbers)
+        return sa.or_(*(sa.and_(*(c[n] == v for n, v in zip(names, row.row_id, strict=True))) for row in rows))
+
+    def _key_columns(self) -> list[ColumnElement[Any]]:
+        key = self.layout.fields.get("key") if self.layout.side is None else None
+        return [self.outbox.c[key] if key is not None else sa.null().label("key")]
 
     def _match(self, given: GivenRows, fenced: bool) -> Callable[[Any], ColumnElement[bool]]:
-        row, fence = self.layout.row, self.layout.lease.fence
+        fence = self.layout.lease.fence
 
         def match(columns: Any) -> ColumnElement[bool]:
-            same: ColumnElement[bool] = columns[row] == given.c.row_id
+            same = given.is_row(columns)
             return same & (columns[fence] == given.c.fence) if fenced else same
 
         return match
 
-    def _build_write(self, write: Update | Delete, fenced: bool) -> _Write:
-        names = {"row_id", "fence"} if fenced else {"row_id"}
+    def _build_write(self, table: sa.Table, write: Update | Delete, fenced: bool) -> _Write:
+        names = {*self._kinds.row_names, "fence"} if fenced else {*self._kinds.row_names}
         if isinstance(write, Update):
             used = UsedColumns(self._given)
-            write.values(self.outbox.c, used)
+            write.values(table.c, used)
             names |= used.names
-        given, same = GivenRows(self.dialect, names), SameForAll(self.dialect, names)
+        given = GivenRows(self.dialect, self._kinds, names)
+        same = SameForAll(self.dialect, self._kinds, names)
         match = self._match(given, fenced)
-        is_mine = same.is_row(self._row)
+        row = table.c[self._names[0]]
+        is_mine = same.is_row(row)
         if fenced:
-            is_mine &= self.outbox.c[self.layout.lease.fence] == same.c.fence
+            is_mine &= table.c[self.layout.lease.fence] == same.c.fence
         if isinstance(write, Delete):
-            each: Any = delete_given(self.dialect, self.outbox, self.layout.row, match)
-            alike: Any = sa.delete(self.outbox).where(is_mine)
+            each: Any = delete_given(self.dialect, table, row.name, match)
+            alike: Any = sa.delete(table).where(is_mine)
         else:
-            each = sa.update(self.outbox).where(match(self.outbox.c)).values(write.values(self.outbox.c, given.c))
-            alike = sa.update(self.outbox).where(is_mine).values(write.values(self.outbox.c, same.c))
+            each = sa.update(table).where(match(table.c)).values(write.values(table.c, given.c))
+            alike = sa.update(table).where(is_mine).values(write.values(table.c, same.c))
         return _Write(Hot(each), given, Hot(alike), same)
 
     def _write(self, db: sa.Connection, name: str, rows: Sequence[Given], *, fenced: bool = False) -> int:
@@ -395,65 +401,44 @@ class Transitions:
         write = self._writes[fenced][name]
         rest = rows[0][1:]
         # MySQL and MariaDB walk the whole table for a list of numbers, and wait there for rows that others hold.
-        if not is_mysql(self.dialect) and all(row[1:] == rest for row in rows):
+        is_alike = not is_mysql(self.dialect) and write.same.is_possible
+        if is_alike and all(row[1:] == rest for row in rows):
             return write.alike.execute(db, write.same.params([row[0] for row in rows], rows[0])).rowcount
         return write.each.execute(db, write.given.params(rows)).rowcount
 
-    def _select_due(self, condition: ColumnElement[bool], *more: Any) -> sa.Select[Any]:
-        until = self.outbox.c[self.layout.until]
-        query = sa.select(self._row, *more).where(self._mine, condition)
-        return query.order_by(until).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
+    def _build_lapsed(self) -> sa.Select[Any] | None:
+        layout, c = self.layout, self.held.c
+        if layout.lease.lapsed is None or layout.attempts is None:
+            return None
+        own = layout.fields.get("max_attempts") if layout.side is None else None
+        query = sa.select(
+            *self._identity(),
+            *(c[layout.attempts], c[layout.lease.fence], *self._key_columns()),
+            (c[own] if own is not None else sa.null()).label("own_max_attempts"),
+        ).where(self.is_mine(self.held), layout.lease.lapsed(c, sa.bindparam("lease", type_=sa.Float())))
+        ordered = query.order_by(c[layout.lease.at]).limit(sa.bindparam("limit"))
+        return ordered.with_for_update(skip_locked=True)
 
     def _build_next_due(self) -> sa.Select[Any]:
         # One index probe a state; a combined condition would read them all.
-        until = self.outbox.c[self.layout.until]
+        c = self.held.c
         return sa.select(
             *(
-                sa.select(seconds_until(sa.func.min(until)))
-                .where(self._mine, condition(self.outbox.c))
+                sa.select(seconds_until(_earliest(c[wait.column])))
+                .where(self.is_mine(self.held), wait.where(c))
                 .scalar_subquery()
-                for condition in self.layout.times
+                for wait in self.layout.waits
             )
         )
 
-    def _build_overtaken(self, failed: sa.Table) -> sa.Select[Any]:
-        layout, order, other = self.layout, self.layout.order, self.outbox.alias()
-        earlier: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-            other.c[layout.sink] == self.sink,
-            other.c[order.key] == failed.c[order.key],
-            order.blocked(other.c),
-            other.c[layout.row] < failed.c[layout.row],
-        )
-        is_waiting = earlier.limit(1).scalar_subquery().correlate(failed).is_not(None)
-        chosen = failed.c[layout.row].in_(sa.bindparam("rows", expanding=True))
-        return sa.select(failed.c[order.key]).where(chosen, is_waiting)
 
-    def _build_unblock(self) -> sa.Update:
-        order, key = self.layout.order, self.outbox.c[self.layout.order.key]
-        if self.dialect == "postgresql":
-            return self._build_unblock_by_lookup()
-        if self.dialect == "sqlite":
-            chosen = key.in_(sa.text("SELECT value FROM json_each(:keys)").columns(value=sa.Text))
-        else:
-            chosen = key.in_(sa.bindparam("keys", expanding=True))
-        values = order.unblock.values(self.outbox.c, self._given.c)
-        return sa.update(self.outbox).where(self._mine, order.blocked(self.outbox.c), chosen).values(values)
+def _earliest(column: sa.Column[Any]) -> Any:
+    first: Any = sa.func.min(column)
+    return first if getattr(column.type, "timezone", True) else as_instant(first)
 
-    def _build_unblock_by_lookup(self) -> sa.Update:
-        # Key by key: without statistics PostgreSQL takes blocked rows for few and reads them all.
-        layout, order, other = self.layout, self.layout.order, self.outbox.alias()
-        keys = sa.func.unnest(sa.bindparam("keys", type_=postgresql.ARRAY(sa.Text)))
-        wanted = keys.table_valued(sa.column("key", sa.Text), name="wanted").render_derived()
-        behind = sa.select(other.c[layout.row]).where(
-            other.c[layout.sink] == self.sink, other.c[order.key] == wanted.c.key, order.blocked(other.c)
-        )
-        found = behind.offset(sa.literal_column("0")).lateral("behind")
-        rows = sa.select(found.c[layout.row]).select_from(wanted.join(found, sa.true())).scalar_subquery()
-        chosen = self._row == sa.any_(sa.func.array(rows, type_=postgresql.ARRAY(sa.BigInteger)))
-        # Somebody else may have set it ready meanwhile. As a CASE, so that no index is chosen for it.
-        still = sa.case((order.blocked(self.outbox.c), sa.true()), else_=sa.false())
-        values = order.unblock.values(self.outbox.c, self._given.c)
-        return sa.update(self.outbox).where(chosen, still).values(values)
+
+def _is_generated(column: sa.Column[Any]) -> bool:
+    return column.autoincrement is True or column.identity is not None
 
 
 def _as_column(value: Any, name: str) -> ColumnElement[Any]:

@@ -23,6 +23,7 @@ from sqlalchemy.util import greenlet_spawn
 from pillarbox import Outbox
 from pillarbox.event import DELIVERED, Claim, Event
 from pillarbox.stores import Batch, Filter, Mode, Store
+from pillarbox.stores.keyed import KeyedTransitions
 from pillarbox.stores.lanes import LaneShare
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store
@@ -149,10 +150,11 @@ def reuse_statements(built: dict[Any, Any]) -> Iterator[None]:
     build = SqlStore._build
 
     def reuse(store: SqlStore, dialect: str) -> None:
-        what = (store.sink, store.retention is None, store.layout.lanes)
+        what = (store.sink, store.retention is None, store.layout.keyed.lanes)
         if what not in built:
             build(store, dialect)
-            store.transitions.share = AllLanes(store.layout.lanes)
+            assert isinstance(store.transitions, KeyedTransitions)
+            store.transitions.share = AllLanes(store.layout.keyed.lanes)
             built[what] = (store.transitions, store.operations)
         store.transitions, store.operations = built[what]
 

@@ -22,8 +22,10 @@ from sqlalchemy.orm import (
     mapped_column,
 )
 
-from pillarbox import Event, LayoutError, Outbox
+from pillarbox import Event, LayoutError, Outbox, Relay
+from pillarbox.layouts.openoutbox_tables import OpenOutboxMixin
 from pillarbox.layouts.pillarbox import AuditMixin, DeadMixin, LanesMixin, OutboxMixin
+from pillarbox.sinks.memory import MemorySink
 from tests.servers import ServerName, server_url
 
 SERVERS: tuple[ServerName, ...] = ("postgres", "mariadb", "mysql")
@@ -320,3 +322,48 @@ def test_alembic_sees_everything_once(engine: sa.Engine, convention: Any) -> Non
             assert outbox.put(db, event, Event("b", {}, dedup_key="k")).new == (event,)
     finally:
         metadata.drop_all(engine)
+
+
+# -- tables of other systems ---------------------------------------------------------------------------------
+
+
+async def test_events_put_into_a_mapped_table_of_another_system_are_relayed() -> None:
+    name = unique("oo")
+
+    class Own(DeclarativeBase):
+        pass
+
+    class Message(OpenOutboxMixin, Own):
+        __tablename__ = f"{name}_events"
+        tenant: Mapped[str | None]
+
+    outbox = Outbox.from_models(Message, layout="openoutbox")
+    engine = sa.create_engine(server_url("postgres").replace("postgresql:", "postgresql+psycopg:"))
+    Own.metadata.create_all(engine)
+    try:
+        with Session(engine) as session:
+            outbox.put(session, Event("order.placed", {"n": 1}, key="7"))
+            session.commit()
+            assert session.scalars(sa.select(Message.status)).all() == ["PENDING"]
+        sink = MemorySink()
+        async with Relay(outbox.store(server_url("postgres")), sink) as relay:
+            await relay.drain()
+        assert [(event.type, event.key, event.payload) for event in sink.events] == [("order.placed", "7", b'{"n":1}')]
+        with Session(engine) as session:
+            assert session.scalars(sa.select(Message.status)).all() == ["DELIVERED"]
+    finally:
+        Own.metadata.drop_all(engine)
+        engine.dispose()
+
+
+def test_models_that_a_layout_does_not_have_are_refused() -> None:
+    class Own(DeclarativeBase):
+        pass
+
+    class Message(OpenOutboxMixin, Own):
+        __tablename__ = "lonely_events"
+
+    with pytest.raises(LayoutError, match="'openoutbox': besides the outbox's, expected the models none; got dead=…"):
+        Outbox.from_models(Message, layout="openoutbox", dead=Message)
+    with pytest.raises(LayoutError, match=r"'pillarbox': .* expected the models dead=…, lanes=…, audit=…; got none"):
+        Outbox.from_models(Message)

@@ -201,6 +201,7 @@ COMMANDS = dict(list_commands(typer.main.get_command(app)))
 def test_every_command_is_there() -> None:
     expected = {
         *("relay", "status", "prune", "audit", "bench", "demo", "schema", "schema sql", "schema create"),
+        *("schema check", "schema diff", "partitions", "partitions ensure", "partitions drop", "partitions sql"),
         *("events", "events list", "events show", "events redrive", "events drop", "events replay"),
     }
     assert set(COMMANDS) == expected

@@ -52,7 +52,7 @@ def test_nothing_given_is_all_defaults() -> None:
         batch_size=500,
         in_flight=None,
         claim="auto",
-        lease=timedelta(seconds=30),
+        lease=None,
         poll=timedelta(seconds=1),
         dead="park",
         stop_timeout=timedelta(seconds=10),
@@ -159,6 +159,8 @@ def test_command_line_beats_environment_beats_file_beats_default(write: Write) -
         ("PILLARBOX_TABLE", "events", "store", "table", "events"),
         ("PILLARBOX_SCHEMA", "sales", "store", "schema", "sales"),
         ("PILLARBOX_LANES", "8", "store", "lanes", 8),
+        ("PILLARBOX_RECIPIENT", "mailer", "store", "recipient", "mailer"),
+        ("PILLARBOX_TOPICS", "orders, mails", "store", "topics", ("orders", "mails")),
         ("PILLARBOX_POOLER", "true", "store", "pooler", True),
         ("PILLARBOX_HOLD_BEHIND_POOLER", "yes", "store", "hold_behind_pooler", True),
         ("PILLARBOX_NOTIFY", "0", "store", "notify", False),
@@ -185,7 +187,7 @@ def test_retry_kind_comes_from_the_environment() -> None:
 
 
 def test_no_variable_is_left_untested() -> None:
-    assert len(VARIABLES) == 20
+    assert len(VARIABLES) == 22
 
 
 def test_empty_variable_is_not_given(write: Write) -> None:
@@ -447,7 +449,7 @@ async def test_store_is_made_with_table_lanes_and_retention(tmp_path: Path) -> N
     store = config.open_store()
     try:
         assert store.tables["outbox"].name == "events"
-        assert store.layout.lanes == 8
+        assert store.layout.keyed.lanes == 8
         assert store.retention == timedelta(days=7)
     finally:
         await store.close()
@@ -472,4 +474,4 @@ def test_unknown_sink_option_is_refused(write: Write) -> None:
 def test_outbox_is_made_from_the_same_settings() -> None:
     config = load_config(env={}, overrides={"store.table": "sales.events", "store.lanes": 8, "outbox.max_payload": 10})
     outbox = config.make_outbox(sa.MetaData())
-    assert (outbox.table.fullname, outbox.layout.lanes, outbox.max_payload) == ("sales.events", 8, 10)
+    assert (outbox.table.fullname, outbox.layout.keyed.lanes, outbox.max_payload) == ("sales.events", 8, 10)

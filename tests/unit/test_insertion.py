@@ -10,8 +10,9 @@ from uuid import UUID
 import pytest
 import sqlalchemy as sa
 
+from pillarbox.encoding import Encoder
 from pillarbox.event import Event
-from pillarbox.insertion import Insertion, Prepared, dialect_of, encode_headers, insertion_for
+from pillarbox.insertion import Insertion, Prepared, dialect_of, insertion_for
 from pillarbox.layouts import declare_layout, get_layout
 
 LAYOUT = get_layout("pillarbox")
@@ -25,7 +26,7 @@ def insertion(driver: str, **options: Any) -> Insertion:
 
 
 def prepare(driver: str, *events: Event, **options: Any) -> list[Prepared]:
-    return list(insertion(driver, **options).prepare(events, encode_headers(events, {})))
+    return list(insertion(driver, **options).prepare(events, Encoder(LAYOUT, TABLE).headers(events, {})))
 
 
 def make_events(count: int, size: int = 10) -> list[Event]:
@@ -205,13 +206,16 @@ TRACE = {"traceparent": "00-aa-bb-01", "tracestate": "x=1"}
     ],
 )
 def test_the_trace_joins_the_headers_unless_the_event_has_its_own(own: Any, expected: Any) -> None:
-    [text] = encode_headers([Event("a", {}, headers=own)], TRACE)
+    [text] = Encoder(LAYOUT, TABLE).headers([Event("a", {}, headers=own)], TRACE)
     assert text is not None
     assert json.loads(text) == expected
 
 
 def test_no_headers_are_stored_as_none() -> None:
-    assert encode_headers([Event("a", {}), Event("b", {}, headers={"x": "ü"})], {}) == [None, '{"x":"ü"}']
+    assert Encoder(LAYOUT, TABLE).headers([Event("a", {}), Event("b", {}, headers={"x": "ü"})], {}) == [
+        None,
+        '{"x":"ü"}',
+    ]
 
 
 def test_times_in_utc_need_no_zone() -> None:

@@ -140,25 +140,36 @@ async def test_missing_table_is_added_to_the_others(path: Path, db: sqlite3.Conn
     assert sorted(list_tables(db)) == sorted(TABLES)
 
 
-async def test_table_that_lacks_columns_is_refused_and_nothing_is_created(path: Path, db: sqlite3.Connection) -> None:
-    db.execute("CREATE TABLE outbox_lanes (lane SMALLINT)")
+async def test_different_table_is_refused_and_nothing_is_created(path: Path, db: sqlite3.Connection) -> None:
+    db.execute(
+        "CREATE TABLE outbox_lanes (lane SMALLINT NOT NULL, sink VARCHAR(50) NOT NULL, PRIMARY KEY (sink, lane))"
+    )
     with pytest.raises(SchemaError) as caught:
         await create(f"sqlite:///{path}")
     assert str(caught.value) == (
-        "Table 'outbox_lanes' exists but lacks column 'sink' (varchar(100)). "
-        "Add it by a migration, or choose another table; nothing was changed."
+        "Table 'outbox_lanes' exists but is not what the layout declares. Table 'outbox_lanes', length 'sink': "
+        "expected varchar(100); found varchar(50). Run `pillarbox schema diff` for the migration, or choose another "
+        "table; nothing was changed."
     )
     assert list_tables(db) == ["outbox_lanes"]
 
 
 async def test_every_missing_column_is_listed_with_its_type(path: Path, db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE outbox_audit (number INTEGER, at DATETIME, actor VARCHAR(255))")
-    with pytest.raises(SchemaError, match=r"lacks columns 'action' \(varchar\(50\)\), 'detail' \(json\), 'events' "):
+    with pytest.raises(SchemaError) as caught:
         await create(f"sqlite:///{path}")
+    assert re.findall(r"column '(\w+)': expected ([^;]+); found none", str(caught.value)) == [
+        ("action", "varchar(50) not null"),
+        ("detail", "json"),
+        ("events", "integer not null"),
+    ]
 
 
 async def test_additional_columns_are_left_alone(path: Path, db: sqlite3.Connection) -> None:
-    db.execute("CREATE TABLE outbox_lanes (sink VARCHAR(100), lane SMALLINT, note TEXT)")
+    db.execute(
+        "CREATE TABLE outbox_lanes (sink VARCHAR(100) NOT NULL, lane SMALLINT NOT NULL, note TEXT, "
+        "PRIMARY KEY (sink, lane))"
+    )
     await create(f"sqlite:///{path}")
     assert list_columns(db, "outbox_lanes") == ["sink", "lane", "note"]
 

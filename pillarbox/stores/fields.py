@@ -1,0 +1,188 @@
+"""Events from rows: which columns are read, and how their values become an event's fields.
+
+Values are read as the driver gives them: one that does not decode must spoil its own row only. What a table has no
+column for is taken from the headers in which it travels, or from the layout's fallbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+from uuid import UUID, SafeUUID
+
+import sqlalchemy as sa
+from sqlalchemy.sql.elements import ColumnElement
+
+from pillarbox.codec import decode_json
+from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, Event, compile_loader, load_event
+from pillarbox.layouts.layout import Layout
+
+UNREADABLE = (ValueError, TypeError, AttributeError)
+FIRST_FIELD = 6
+"""Where the event's fields start in the rows of a pick."""
+
+
+def raw_fields(layout: Layout, table: Any) -> list[ColumnElement[Any]]:
+    """The columns of an event in the order of its fields, NULL where the table has none."""
+    return [
+        _raw(table.c[layout.fields[name]], name).label(f"field_{name}")
+        if name in layout.fields
+        else sa.null().label(f"field_{name}")
+        for name in EVENT_FIELDS
+    ]
+
+
+def _raw(column: Any, name: str) -> ColumnElement[Any]:
+    # JSON goes on as the database's own text; some drivers would take it apart.
+    is_document = name == "payload" and isinstance(column.type, sa.JSON)
+    plain: ColumnElement[Any] = sa.cast(column, sa.Text) if is_document else sa.type_coerce(column, sa.types.NullType())
+    return plain
+
+
+class EventLoader:
+    """Makes events from rows whose raw event fields start at an offset."""
+
+    def __init__(self, layout: Layout, table: sa.Table, dialect: str, offset: int) -> None:
+        self._layout = layout
+        self._offset = offset
+        self._decoders = _decoders(layout, table, dialect)
+        self._load = compile_loader(offset=offset, decoders=self._decoders)
+        self._field_of = {header: name for name, header in layout.carried.items()}
+        self._fallbacks = tuple(layout.fallbacks.items())
+        # Tables that have a column for everything need nothing more: they are the quick case.
+        self.quick = self._load if not layout.carried and not layout.fallbacks else None
+
+    def read(self, row: Sequence[Any], row_id: Any) -> Event:
+        event = self._load(row)
+        return event if self.quick else self._restore(event, row_id)
+
+    def load(self, row: Sequence[Any], row_id: Any) -> tuple[Event, str | None]:
+        """The event, or what can be read of it and why that is not all."""
+        try:
+            return self.read(row, row_id), None
+        except UNREADABLE as error:
+            return load_event(*self._salvage(row[self._offset : self._offset + len(EVENT_FIELDS)])), str(error)
+
+    def _restore(self, event: Event, row_id: Any) -> Event:
+        put = object.__setattr__
+        fields = self._field_of
+        rest: dict[str, Any] = {}
+        for header, value in event.headers.items():
+            name = fields.get(header)
+            if name is None:
+                rest[header] = value
+            else:
+                put(event, name, _from_header(name, value))
+        if len(rest) < len(event.headers):
+            put(event, "headers", MappingProxyType(rest) if rest else NO_HEADERS)
+        for name, fallback in self._fallbacks:
+            if getattr(event, name) is None:
+                put(event, name, fallback(event, row_id))
+        return event
+
+    def _salvage(self, values: Sequence[Any]) -> list[Any]:
+        good = dict(zip(EVENT_FIELDS, values, strict=True))
+        for name, value in good.items():
+            try:
+                good[name] = self._decoders[name](value) if name in self._decoders and value is not None else value
+            except UNREADABLE:
+                good[name] = None
+        payload = values[EVENT_FIELDS.index("payload")]
+        topic = str(good["topic"] or good["type"])
+        return [
+            good["id"] if isinstance(good["id"], UUID) else UUID(int=0),
+            str(good["type"] or topic),
+            *(topic, good["key"], payload if isinstance(payload, bytes) else str(payload or "").encode(), BYTES),
+            *(NO_HEADERS, *(None for _ in EVENT_FIELDS[7:])),
+        ]
+
+
+class ClaimLoader:
+    """Makes claims from the rows of a pick."""
+
+    def __init__(self, layout: Layout, table: sa.Table, dialect: str, offset: int = FIRST_FIELD) -> None:
+        self._events = EventLoader(layout, table, dialect, offset)
+        self._quick = self._events.quick
+        self._read = self._events.read
+
+    def load(self, row: Sequence[Any]) -> Claim:
+        """A claim for a picked row; a row that does not decode makes a claim that says so."""
+        return self.make(row, row[4], row[5])
+
+    def make(self, row: Sequence[Any], row_id: Any, attempts: int) -> Claim:
+        try:
+            event = self._quick(row) if self._quick else self._read(row, row_id)
+            return Claim(row_id, event, attempts + 1)
+        except UNREADABLE:
+            event, defect = self._events.load(row, row_id)
+            return Claim(row_id, event, attempts + 1, defect=f"Row {row_id}: {defect}")
+
+
+def _decoders(layout: Layout, table: sa.Table, dialect: str) -> dict[str, Callable[[Any], Any]]:
+    is_postgres = dialect == "postgresql"
+    decoders: dict[str, Callable[[Any], Any]] = {"headers": _decode_headers}
+    if "id" in layout.fields:
+        decoders["id"] = _plain_uuid if is_postgres else _read_uuid
+    for name in ("due_at", "created_at"):
+        if name in layout.fields and not (is_postgres and getattr(table.c[layout.fields[name]].type, "timezone", True)):
+            decoders[name] = _decode_time
+    payload = table.c[layout.fields["payload"]].type
+    # SQLite's columns hold whatever was written into them.
+    if not isinstance(payload, sa.LargeBinary) or dialect == "sqlite":
+        decoders["payload"] = _text_to_bytes
+    for name in ("aggregate_id", "correlation_id", "causation_id", "key"):
+        if name in layout.fields and not isinstance(table.c[layout.fields[name]].type, sa.String):
+            decoders[name] = str
+    return decoders
+
+
+def _text_to_bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
+
+
+def _decode_headers(value: Any) -> Mapping[str, Any]:
+    try:
+        headers = decode_json(value) if isinstance(value, str | bytes) else value
+    except ValueError as error:
+        raise ValueError(f"headers are not a JSON object: {value!r}") from error
+    if not headers:
+        return NO_HEADERS
+    if not isinstance(headers, dict):
+        raise ValueError(f"headers are not a JSON object: {value!r}")
+    return MappingProxyType(headers)
+
+
+def _decode_time(value: Any) -> datetime:
+    if isinstance(value, str):  # SQLite
+        value = datetime.fromisoformat(value)
+    moment: datetime = value
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+def _read_uuid(value: Any) -> UUID:
+    return value if isinstance(value, UUID) else UUID(value)
+
+
+_set_int = UUID.__dict__["int"].__set__
+_set_is_safe = UUID.__dict__["is_safe"].__set__
+
+
+def _plain_uuid(value: UUID) -> UUID:
+    # asyncpg has a class of its own, which encoders and pickles of the standard one do not know.
+    if type(value) is UUID:
+        return value
+    # The constructor would check a number that another UUID vouches for, which costs as much as the rest of the event.
+    plain = object.__new__(UUID)
+    _set_int(plain, value.int)
+    _set_is_safe(plain, SafeUUID.unknown)
+    return plain
+
+
+def _from_header(name: str, value: Any) -> Any:
+    if name == "id":
+        return UUID(str(value))
+    if name == "max_attempts":
+        return int(value)
+    return str(value)

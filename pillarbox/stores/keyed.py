@@ -1,0 +1,242 @@
+"""Claiming from a table that keeps order per key.
+
+Order holds under concurrency because a claim takes two steps, each its own statement so that the second one sees
+everything committed before the latch:
+
+1. Latch lanes: lock rows of the lane table, skipping those locked by others.
+2. Pick: read candidates of those lanes in order, judge each (is its key in flight, waiting after a try, or parked?),
+   lock the rows that passed, skipping those locked by others. A candidate that fell out takes the later ones of its
+   key in this batch with it.
+
+A hold keeps latch and row locks until it settles; a lease writes itself into the rows and commits, and from then on
+its rows exclude their keys.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects.mysql import insert as mysql_insert
+from sqlalchemy.sql.elements import ColumnElement
+
+from pillarbox.event import Claim, Outcome
+from pillarbox.layouts.layout import Delete, Layout, Update
+from pillarbox.stores import Mode
+from pillarbox.stores.dialect import Given, is_mysql
+from pillarbox.stores.fields import ClaimLoader
+from pillarbox.stores.hot import Hot
+from pillarbox.stores.lanes import LaneShare, build_latch
+from pillarbox.stores.outcomes import freed_keys
+from pillarbox.stores.pick import build_pick
+from pillarbox.stores.transitions import WAKE_LIMIT, Taken, Transitions
+
+WRITERS = "#writers"
+
+
+class KeyedTransitions(Transitions):
+    """The statements of a layout that keeps order per key."""
+
+    def __init__(self, layout: Layout, tables: Mapping[str, sa.Table], **options: Any) -> None:
+        self._order = layout.keyed
+        super().__init__(layout, tables, **options)
+        dialect, sink = self.dialect, self.sink
+        self.share = LaneShare(self._order.lanes)
+        self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
+        self._loader = ClaimLoader(layout, self.outbox, dialect)
+        self._latch = build_latch(layout, tables, dialect=dialect, sink=sink)
+        self._due = [Hot(self._select_due(due(self.outbox.c))) for due in self._order.due]
+        self._unblock = Hot(self._build_unblock())
+        self._overtaken = {role: self._build_overtaken(tables[role]) for role in ("outbox", "dead")}
+
+    def _updates(self) -> dict[str, Update | Delete]:
+        return {**super()._updates(), "promote": self._order.promote, "block": self._order.block}
+
+    def is_mine(self, table: sa.Table) -> ColumnElement[bool]:
+        return table.c[self._order.sink] == sa.bindparam("sink", self.sink)
+
+    # -- claiming -----------------------------------------------------------------------------------------------------
+
+    def claim(
+        self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
+    ) -> Taken:
+        """Latch, pick and, for a lease, write the claims into their rows.
+
+        The keys of `busy` lanes are probably taken, so those lanes come last.
+        """
+        seen: set[int] = set()
+        claims: list[Claim] = []
+        blocked: list[tuple[Any, str]] = []
+        is_full = has_tried = False
+        # Lanes that hold only rows which cannot be had now must not hide the others.
+        while not claims and (lanes := set(self._latch(db, self.share, {*busy, *seen})) - seen):
+            seen |= lanes
+            depth = self.share.rows_per_lane(limit, len(lanes))
+            rows = self._pick(db, sorted(lanes), depth, limit)
+            is_full |= self.share.picked(limit, rows, depth)
+            claims, waiting, was_tried = self._choose(rows, mode)
+            blocked += waiting
+            has_tried |= was_tried
+        if mode == "lease" and claims:
+            token = uuid4()
+            seconds = lease.total_seconds()
+            for claim in claims:
+                claim.fence = token
+            self._write(db, "claim", [Given(c.row, token, c.attempt, seconds) for c in claims])
+        is_full |= bool(claims) and len(lanes) >= self.share.wanted
+        return Taken(claims, blocked, lanes, is_full, has_tried)
+
+    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[list[Claim], list[tuple[Any, str]], bool]:
+        claims: list[Claim] = []
+        blocked: list[tuple[Any, str]] = []
+        broken: set[str] = set()
+        has_tried = False
+        load = self._loader.load
+        for row in rows:
+            row_id, key, is_blocked, locked, attempts = row[0], row[1], row[2], row[4], row[5]
+            if key is not None and key in broken:
+                if is_blocked:
+                    blocked.append((row_id, key))
+                continue
+            if is_blocked:
+                blocked.append((row_id, key))
+            elif locked is not None:
+                if mode == "lease" or not attempts:
+                    claims.append(load(row))
+                    continue
+                has_tried = True
+            if key is not None:
+                broken.add(key)
+        return claims, blocked, has_tried
+
+    def block(self, db: sa.Connection, blocked: Sequence[tuple[Any, str]]) -> int:
+        """Take rows that wait behind another out of the claim index.
+
+        The rows in front are locked first and must still be in front: whoever settles them waits for this commit and
+        then sets the marked rows ready again, so that no row stays blocked behind nothing.
+        """
+        order = self._order
+        keys = sorted({key for _, key in blocked})
+        fronts: set[str] = set()
+        for name, front in (("outbox", order.in_flight), ("outbox", order.blocking), ("dead", order.parking)):
+            table = self.tables[name]
+            query = sa.select(table.c[order.key]).where(
+                table.c[order.sink] == self.sink, table.c[order.key].in_(keys), front(table.c)
+            )
+            fronts.update(db.execute(query.with_for_update(skip_locked=True)).scalars())
+        rows = [row for row, key in blocked if key in fronts]
+        if not rows:
+            return 0
+        free = sa.select(self._row).where(self._row.in_(rows), self.layout.ready(self.outbox.c))
+        locked = db.execute(free.with_for_update(skip_locked=True)).scalars().all()
+        return self._write(db, "block", [Given(row) for row in locked])
+
+    # -- time and settlement ------------------------------------------------------------------------------------------
+
+    def wake(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
+        # Some of those marked behind lapsed rows may not have to wait any more; the next claim marks the others again.
+        moved = self._let_lapsed_go(db, max_attempts, park)
+        for query in self._due:
+            due: Sequence[Any] = query.execute(db, {"limit": WAKE_LIMIT}).all()
+            moved += self._write(db, "promote", [Given(row) for row, _ in due])
+            # Those marked as blocked behind it return with it: a later one that is not marked would pass them.
+            self.unblock(db, {key for _, key in due if key is not None})
+        return moved
+
+    def _settled(
+        self,
+        db: sa.Connection,
+        claims: Sequence[Claim],
+        outcomes: Sequence[Outcome],
+        groups: Mapping[str, Sequence[Given]],
+        park: bool,
+    ) -> None:
+        # Only for leases: a hold takes rows that were never tried, and nothing is ever blocked behind those.
+        self.unblock(db, freed_keys(claims, outcomes, park) | self._overtaken_keys(db, groups))
+
+    def _overtaken_keys(self, db: sa.Connection, groups: Mapping[str, Sequence[Given]]) -> set[str]:
+        """The keys of failed rows that hold up an earlier one, which came due while they were in flight."""
+        keys: set[str] = set()
+        failed = {"outbox": groups["retry"], "dead": [given for given in groups["dead"] if given.parks]}
+        for role, rows in failed.items():
+            if rows:
+                query = self._overtaken[role]
+                keys.update(db.execute(query, {"rows": [given.row_id for given in rows]}).scalars())
+        return keys
+
+    def unblock(self, db: sa.Connection, keys: Iterable[str]) -> None:
+        wanted: Any = list(keys)
+        if wanted:
+            listed = orjson.dumps(wanted).decode() if self.dialect == "sqlite" else wanted
+            self._unblock.execute(db, {"keys": listed})
+
+    def _changed(self, db: sa.Connection, rows: Sequence[Any]) -> None:
+        self.unblock(db, {row[1] for row in rows if row[1] is not None})
+
+    def lock_keys(self, db: sa.Connection, keys: Sequence[str]) -> None:
+        if self.dialect == "postgresql":
+            numbers = sorted({zlib.crc32(key.encode()) - 2**31 for key in keys})
+            lock = sa.text("SELECT pg_advisory_xact_lock(:space, n) FROM unnest(CAST(:numbers AS INTEGER[])) AS n")
+            db.execute(lock, {"space": zlib.crc32(self.outbox.fullname.encode()) - 2**31, "numbers": numbers})
+        elif is_mysql(self.dialect):
+            self._lock_lanes(db, sorted({zlib.crc32(key.encode()) % self._order.lanes for key in keys}))
+        # SQLite's writers come one after the other anyway.
+
+    def _lock_lanes(self, db: sa.Connection, numbers: Sequence[int]) -> None:
+        # Rows of their own in the lane table, beside those that relays latch.
+        lanes = self.tables["lanes"]
+        wanted = [{"sink": WRITERS, "lane": number} for number in numbers]
+        db.execute(mysql_insert(lanes).values(wanted).on_duplicate_key_update(lane=lanes.c.lane))
+
+    # -- building -----------------------------------------------------------------------------------------------------
+
+    def _select_due(self, condition: ColumnElement[bool]) -> sa.Select[Any]:
+        until = self.outbox.c[self.layout.lease.at]
+        query = sa.select(self._row, self.outbox.c[self._order.key]).where(self.is_mine(self.outbox), condition)
+        return query.order_by(until).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
+
+    def _build_overtaken(self, failed: sa.Table) -> sa.Select[Any]:
+        layout, order, other = self.layout, self._order, self.outbox.alias()
+        earlier: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+            other.c[order.sink] == self.sink,
+            other.c[order.key] == failed.c[order.key],
+            order.blocked(other.c),
+            other.c[layout.row] < failed.c[layout.row],
+        )
+        is_waiting = earlier.limit(1).scalar_subquery().correlate(failed).is_not(None)
+        chosen = failed.c[layout.row].in_(sa.bindparam("rows", expanding=True))
+        return sa.select(failed.c[order.key]).where(chosen, is_waiting)
+
+    def _build_unblock(self) -> sa.Update:
+        order, key = self._order, self.outbox.c[self._order.key]
+        if self.dialect == "postgresql":
+            return self._build_unblock_by_lookup()
+        if self.dialect == "sqlite":
+            chosen = key.in_(sa.text("SELECT value FROM json_each(:keys)").columns(value=sa.Text))
+        else:
+            chosen = key.in_(sa.bindparam("keys", expanding=True))
+        values = order.unblock.values(self.outbox.c, self._given.c)
+        blocked = order.blocked(self.outbox.c)
+        return sa.update(self.outbox).where(self.is_mine(self.outbox), blocked, chosen).values(values)
+
+    def _build_unblock_by_lookup(self) -> sa.Update:
+        # Key by key: without statistics PostgreSQL takes blocked rows for few and reads them all.
+        layout, order, other = self.layout, self._order, self.outbox.alias()
+        keys = sa.func.unnest(sa.bindparam("keys", type_=postgresql.ARRAY(sa.Text)))
+        wanted = keys.table_valued(sa.column("key", sa.Text), name="wanted").render_derived()
+        behind = sa.select(other.c[layout.row]).where(
+            other.c[order.sink] == self.sink, other.c[order.key] == wanted.c.key, order.blocked(other.c)
+        )
+        found = behind.offset(sa.literal_column("0")).lateral("behind")
+        rows = sa.select(found.c[layout.row]).select_from(wanted.join(found, sa.true())).scalar_subquery()
+        chosen = self._row == sa.any_(sa.func.array(rows, type_=postgresql.ARRAY(sa.BigInteger)))
+        # Somebody else may have set it ready meanwhile. As a CASE, so that no index is chosen for it.
+        still = sa.case((order.blocked(self.outbox.c), sa.true()), else_=sa.false())
+        values = order.unblock.values(self.outbox.c, self._given.c)
+        return sa.update(self.outbox).where(chosen, still).values(values)

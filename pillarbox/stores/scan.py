@@ -1,0 +1,142 @@
+"""Claiming from a table whose claims stand in its own columns, and which keeps no order per key.
+
+A claim reads due rows in the order of the table's own index and locks them, skipping those that others have locked;
+a lease then writes itself into them. Rows whose lease has lapsed are let go first, so that there is one way to claim:
+an OR of the two would spoil the index. Events go out in the order of the table's times, as far as one relay and one
+batch keep it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+
+from pillarbox.event import Claim
+from pillarbox.layouts.layout import Layout, Scope
+from pillarbox.stores import Mode
+from pillarbox.stores.dialect import Given
+from pillarbox.stores.fields import ClaimLoader, raw_fields
+from pillarbox.stores.hot import Hot
+from pillarbox.stores.transitions import Taken, Transitions
+
+
+class ScanTransitions(Transitions):
+    """The statements of a layout without order per key."""
+
+    def __init__(self, layout: Layout, tables: Mapping[str, sa.Table], **options: Any) -> None:
+        super().__init__(layout, tables, **options)
+        self._width = len(layout.rows)
+        self._find = Hot(self._build_find())
+        is_scoped = layout.scope is not None and self.dialect == "postgresql" and self.scopes is None
+        self._find_scopes = Hot(self._build_scopes(layout.scope)) if is_scoped and layout.scope is not None else None
+        self._loader = ClaimLoader(layout, self.outbox, self.dialect, self._width + 2)
+
+    def claim(
+        self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
+    ) -> Taken:
+        depth = limit
+        params: dict[str, Any] = {"limit": limit}
+        if self.layout.scope is not None and self.dialect == "postgresql":
+            scopes = self._scopes_now(db)
+            # Twice an even share of each: every row that is read is locked too.
+            depth = limit if len(scopes) <= 1 else max(10, -(-2 * limit // len(scopes)))
+            params |= {"scopes": scopes, "depth": depth}
+        rows = self._find.fetch(db, params)
+        claims, has_tried = self._choose(rows, mode)
+        if mode == "lease" and claims:
+            self._write_claims(db, claims, lease)
+        return Taken(claims, is_full=len(rows) >= min(limit, depth), has_tried=has_tried)
+
+    def _scopes_now(self, db: sa.Connection) -> list[str]:
+        if self._find_scopes is None:
+            return list(self.scopes or ())
+        return [row[0] for row in self._find_scopes.fetch(db, {}) if row[0] is not None]
+
+    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[list[Claim], bool]:
+        claims: list[Claim] = []
+        left: set[str | None] = set()
+        has_tried = False
+        width = self._width
+        for row in rows:
+            attempts, key = row[width], row[width + 1]
+            # A hold does not count an attempt when its process dies, so it takes no row that was tried before.
+            if mode == "hold" and attempts:
+                has_tried = True
+                left.add(key)
+            elif key is None or key not in left:
+                claims.append(self._loader.make(row, self._identify(row), attempts))
+        return claims, has_tried
+
+    def _write_claims(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> None:
+        token: Any = None
+        if self.layout.lease.token != "wrote":
+            token = uuid4() if self.layout.lease.token == "uuid" else f"{owner_name()}/{uuid4().hex}"
+        seconds = lease.total_seconds()
+        for claim in claims:
+            claim.fence = token
+        self._write(db, "claim", [Given(claim.row, token, claim.attempt, seconds) for claim in claims])
+        if token is None:
+            self._read_fence(db, claims)
+
+    def wake(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
+        return self._let_lapsed_go(db, max_attempts, park)
+
+    # -- building -----------------------------------------------------------------------------------------------------
+
+    def _columns(self) -> list[Any]:
+        attempts = self.outbox.c[self.layout.attempts] if self.layout.attempts is not None else sa.literal_column("0")
+        [key] = self._key_columns()
+        fields = raw_fields(self.layout, self.outbox)
+        return [*self._identity(), attempts.label("tried"), key.label("event_key"), *fields]
+
+    def _build_find(self) -> sa.Select[Any]:
+        layout, c = self.layout, self.outbox.c
+        order = [c[name] for name in layout.order_by]
+        if layout.scope is not None and self.dialect == "postgresql":
+            return self._build_scoped_find(layout.scope)
+        query = sa.select(*self._columns()).where(self.is_mine(self.outbox), layout.ready(c))
+        if layout.scope is not None and self.scopes is not None:
+            query = query.where(c[layout.scope.column].in_(list(self.scopes)))
+        return query.order_by(*order).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
+
+    def _build_scoped_find(self, scope: Scope) -> sa.Select[Any]:
+        """One index range a scope: without its leading column the claim index is of no use."""
+        layout, c = self.layout, self.outbox.c
+        given = sa.func.unnest(sa.bindparam("scopes", type_=postgresql.ARRAY(sa.Text)))
+        scopes = given.table_valued(sa.column("scope", sa.Text), name="scopes").render_derived()
+        order = [c[name] for name in layout.order_by]
+        columns = self._columns()
+        inner = sa.select(*columns, *(column.label(f"order_{column.name}") for column in order)).where(
+            c[scope.column] == scopes.c.scope, layout.ready(c)
+        )
+        ordered = inner.order_by(*order).limit(sa.bindparam("depth", type_=sa.Integer))
+        head = ordered.with_for_update(skip_locked=True).lateral("head")
+        query = sa.select(*list(head.c)[: len(columns)]).select_from(scopes.join(head, sa.true()))
+        return query.order_by(*list(head.c)[len(columns) :]).limit(sa.bindparam("limit", type_=sa.Integer))
+
+    def _build_scopes(self, scope: Scope) -> sa.Select[Any]:
+        """The scopes that have rows, from one to the next by the index: DISTINCT would read every row."""
+        first, then = self.outbox.alias(), self.outbox.alias()
+        start = sa.select(sa.func.min(first.c[scope.column]).label("scope")).where(scope.where(first.c))
+        found = start.cte("scopes", recursive=True)
+        following = (
+            sa.select(sa.func.min(then.c[scope.column]))
+            .where(scope.where(then.c), then.c[scope.column] > found.c.scope)
+            .scalar_subquery()
+        )
+        listed = found.union_all(sa.select(following).where(found.c.scope.is_not(None)))
+        return sa.select(listed.c.scope)
+
+
+def owner_name() -> str:
+    """This process, in letters that the other systems take for an owner of claims."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:100]
+    return f"{host}-{os.getpid()}"
