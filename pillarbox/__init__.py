@@ -17,7 +17,8 @@ from pillarbox.errors import (
 from pillarbox.event import Claim, Dead, Delivered, Event, Outcome, Released, Retry
 from pillarbox.hooks import Hook
 from pillarbox.layouts import Layout
-from pillarbox.outbox import Outbox, Receipt
+from pillarbox.outbox import Outbox
+from pillarbox.receipt import Receipt
 from pillarbox.relay import Relay
 from pillarbox.retry import ByException, Constant, Exponential, Linear, NoRetry, RetryPolicy
 from pillarbox.sinks import Sink, open_sink

@@ -88,7 +88,7 @@ class Insertion(ABC):
         self._encoder = Encoder(layout, table)
         # Without the table's own defaults: what a put does not name is the database's to fill.
         self._table = sa.table(table.name, *(sa.column(c.name, c.type) for c in table.c), schema=table.schema)
-        self._channel = channel_name(table)
+        self._channel = channel_name(table, layout)
         self._dialect = dialect
         self._sink = sink
         self._notify = notify
@@ -227,17 +227,21 @@ class _ArrayInsertion(Insertion):
         insert = postgresql.insert(self._table).from_select(list(columns), source).on_conflict_do_nothing()
         row_id = self._returned_id().label("put_id")
         channel: ColumnElement[str] = sa.literal_column(_quote(self._channel))
-        told = sa.cast(sa.func.pg_notify(channel, sa.literal_column("''")), sa.Text)
+        message: Any = sa.literal_column("''")
+        if layout.channel is not None:
+            message = self._table.c[layout.fields["topic"]]
         if is_single:  # a row that returns says it all
-            return insert.returning(told if self._notify else row_id)
-        put = insert.returning(row_id).cte("put")
+            return insert.returning(_tell(channel, message) if self._notify else row_id)
+        put = insert.returning(row_id, message.label("message")).cte("put")
         count = sa.func.count()
         # The ids go back only when some of them were there before.
         missing = count < sa.func.cardinality(sa.text("CAST(:id AS UUID[])"))
         found = sa.func.coalesce(sa.func.array_agg(sa.cast(put.c.put_id, sa.Text)), sa.text("CAST('{}' AS TEXT[])"))
-        result = [sa.case((missing, found))]
+        result: list[Any] = [sa.case((missing, found))]
         if self._notify:
-            result.append(sa.case((count > sa.literal_column("0"), told)))
+            # A transaction's equal messages are one; the others are told one by one.
+            told = _tell(channel, message) if layout.channel is None else sa.func.max(_tell(channel, put.c.message))
+            result.append(sa.case((count > sa.literal_column("0"), told)) if layout.channel is None else told)
         return sa.select(*result).select_from(put)
 
     def _is_there(self, given: Any, names: Sequence[str]) -> ColumnElement[bool]:
@@ -263,6 +267,11 @@ class _ArrayInsertion(Insertion):
         # It travels in the headers.
         header: ColumnElement[str] = sa.literal_column(_quote(self._layout.carried["id"]))
         return sa.cast(c[fields["headers"]].op("->>")(header), postgresql.UUID)
+
+
+def _tell(channel: ColumnElement[str], message: Any) -> ColumnElement[str]:
+    # The function returns nothing, which no driver can read.
+    return sa.cast(sa.func.pg_notify(channel, message), sa.Text)
 
 
 def _given(kinds: Mapping[str, str], is_single: bool) -> sa.TextClause:

@@ -6,7 +6,7 @@ A put never commits and never opens a connection: the events share the fate of t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,13 +20,14 @@ from sqlalchemy.orm import Session, scoped_session
 from pillarbox import drivers
 from pillarbox.durations import parse_duration
 from pillarbox.encoding import Encoder
-from pillarbox.errors import InvalidEvent, PayloadTooLarge, ReceiptPending, TransactionError
+from pillarbox.errors import InvalidEvent, PayloadTooLarge, TransactionError
 from pillarbox.event import Event
 from pillarbox.flush import Marker, add_part, make_marker
 from pillarbox.insertion import Insertion, Prepared, dialect_of, insertion_for
 from pillarbox.layouts import Layout, declare_layout, get_layout
 from pillarbox.layouts.clock import Timestamp
 from pillarbox.layouts.mixin import check_models
+from pillarbox.receipt import Receipt
 from pillarbox.stores.build import build_transitions
 from pillarbox.stores.transitions import Transitions
 from pillarbox.stores.url import open_store
@@ -58,48 +59,6 @@ _Schemas = Mapping[str | None, str | None] | None
 """A connection's `schema_translate_map`."""
 
 
-class Receipt:
-    """Which of the events of one put were new; one whose id or dedup key was there already is not.
-
-    A put into a session is known after the session's flush; reading it earlier raises `ReceiptPending`.
-    """
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = tuple(events)
-        self._existing: frozenset[int] | None = None
-
-    def _fill(self, existing: Iterable[int]) -> None:
-        self._existing = frozenset(existing)
-
-    @property
-    def is_known(self) -> bool:
-        return self._existing is not None
-
-    @property
-    def new(self) -> tuple[Event, ...]:
-        """The events that were written, in the order of putting."""
-        existing = self._positions()
-        return tuple(event for position, event in enumerate(self.events) if position not in existing)
-
-    @property
-    def existing(self) -> tuple[Event, ...]:
-        """The events that were there already and were left as they are."""
-        return tuple(self.events[position] for position in sorted(self._positions()))
-
-    def _positions(self) -> Collection[int]:
-        if self._existing is None:
-            raise ReceiptPending(
-                "Which events are new is known after the session's flush. Call session.flush() or commit "
-                "first; after a rollback it is never known."
-            )
-        return self._existing
-
-    def __repr__(self) -> str:
-        known = self._existing
-        state = "not flushed" if known is None else f"{len(self.events) - len(known)} new"
-        return f"<Receipt of {len(self.events)} events, {state}>"
-
-
 class _Part(NamedTuple):
     """One put."""
 
@@ -107,6 +66,14 @@ class _Part(NamedTuple):
     headers: Sequence[str | None]
     receipt: Receipt
     lock_key: bool
+
+
+class _Chosen(NamedTuple):
+    """Which events to cancel or reschedule."""
+
+    ids: Sequence[UUID]
+    dedup_key: str | None
+    topic: str | None
 
 
 class Outbox:
@@ -333,17 +300,29 @@ class Outbox:
 
     # -- changing one's mind ---------------------------------------------------------------------------------
 
-    def cancel(self, target: Target, *ids: UUID, dedup_key: str | None = None) -> int:
-        """Delete events that nobody holds; returns how many were still there to cancel."""
-        return self._change(target, "cancel", ids, dedup_key, None)
+    def cancel(self, target: Target, *ids: UUID, dedup_key: str | None = None, topic: str | None = None) -> int:
+        """Delete events that nobody holds; returns how many were still there to cancel.
 
-    def reschedule(self, target: Target, *ids: UUID, due_at: datetime, dedup_key: str | None = None) -> int:
+        `topic` goes with a `dedup_key` where keys are unique within a topic only.
+        """
+        return self._change(target, "cancel", _Chosen(ids, dedup_key, topic), None)
+
+    def reschedule(
+        self,
+        target: Target,
+        *ids: UUID,
+        due_at: datetime,
+        dedup_key: str | None = None,
+        topic: str | None = None,
+    ) -> int:
         """Give events that nobody holds another time; returns how many it reached."""
-        return self._change(target, "reschedule", ids, dedup_key, _aware(due_at))
+        return self._change(target, "reschedule", _Chosen(ids, dedup_key, topic), _aware(due_at))
 
-    async def cancel_async(self, target: AsyncTarget, *ids: UUID, dedup_key: str | None = None) -> int:
+    async def cancel_async(
+        self, target: AsyncTarget, *ids: UUID, dedup_key: str | None = None, topic: str | None = None
+    ) -> int:
         """`cancel` for asynchronous sessions and connections."""
-        return await self._change_async(target, "cancel", ids, dedup_key, None)
+        return await self._change_async(target, "cancel", _Chosen(ids, dedup_key, topic), None)
 
     async def reschedule_async(
         self,
@@ -351,14 +330,13 @@ class Outbox:
         *ids: UUID,
         due_at: datetime,
         dedup_key: str | None = None,
+        topic: str | None = None,
     ) -> int:
         """`reschedule` for asynchronous sessions and connections."""
-        return await self._change_async(target, "reschedule", ids, dedup_key, _aware(due_at))
+        return await self._change_async(target, "reschedule", _Chosen(ids, dedup_key, topic), _aware(due_at))
 
-    def _change(
-        self, target: Any, verb: str, ids: Sequence[UUID], dedup_key: str | None, due_at: datetime | None
-    ) -> int:
-        _check_chosen(verb, ids, dedup_key)
+    def _change(self, target: Any, verb: str, chosen: _Chosen, due_at: datetime | None) -> int:
+        self._check_chosen(verb, chosen)
         session = None if is_async(target) else session_of(target)
         if session is not None:
             if not session.is_active:
@@ -372,17 +350,17 @@ class Outbox:
         due = None if due_at is None else sa.literal(due_at, Timestamp())
         try:
             transitions = self._transitions_for(target)
-            count = transitions.change(target, ids, dedup_key, SimpleNamespace(due=due))
+            given = SimpleNamespace(due=due)
+            count = transitions.change(target, chosen.ids, chosen.dedup_key, given, topic=chosen.topic)
         except DBAPIError as error:
             drivers.raise_failed_transaction(error.orig or error)
             raise
         if count and self._notify and target.dialect.name == "postgresql":
-            target.execute(sa.select(sa.func.pg_notify(channel_name(transitions.outbox), "")))
+            channel = channel_name(transitions.outbox, self.layout)
+            target.execute(sa.select(sa.func.pg_notify(channel, chosen.topic or "")))
         return count
 
-    async def _change_async(
-        self, target: Any, verb: str, ids: Sequence[UUID], dedup_key: str | None, due_at: datetime | None
-    ) -> int:
+    async def _change_async(self, target: Any, verb: str, chosen: _Chosen, due_at: datetime | None) -> int:
         if not is_async(target):
             expected = "a SQLAlchemy AsyncSession or AsyncConnection"
             raise wrong_target(f"{verb}_async", target, expected, verb, "a Session or Connection")
@@ -390,8 +368,22 @@ class Outbox:
             check_connection(target.sync_connection)
         elif is_async(target, "async_scoped_session"):
             target = target()
-        count: int = await target.run_sync(self._change, verb, ids, dedup_key, due_at)
+        count: int = await target.run_sync(self._change, verb, chosen, due_at)
         return count
+
+    def _check_chosen(self, verb: str, chosen: _Chosen) -> None:
+        if bool(chosen.ids) == (chosen.dedup_key is not None):
+            raise TypeError(f"{verb}: expected event ids or a dedup_key, one of the two")
+        for event_id in chosen.ids:
+            if not isinstance(event_id, UUID):
+                raise TypeError(f"{verb}: expected event ids as uuid.UUID, got {event_id!r}")
+        is_needed = chosen.dedup_key is not None and self.layout.dedup_within is not None
+        if is_needed and chosen.topic is None:
+            raise TypeError(f"{verb}: keys of layout {self.layout.name!r} are unique within a topic; give topic= too")
+        if chosen.topic is not None and not is_needed:
+            raise TypeError(
+                f"{verb}: layout {self.layout.name!r} takes no topic here; leave topic={chosen.topic!r} out"
+            )
 
     def _transitions_for(self, connection: sa.Connection) -> Transitions:
         schemas = connection.get_execution_options().get("schema_translate_map")
@@ -405,14 +397,6 @@ class Outbox:
 def _style(dialect: Dialect, schema: str | None) -> tuple[str | None, ...]:
     """What the text of a statement depends on."""
     return dialect.name, dialect.driver, dialect.paramstyle, schema
-
-
-def _check_chosen(verb: str, ids: Sequence[UUID], dedup_key: str | None) -> None:
-    if bool(ids) == (dedup_key is not None):
-        raise TypeError(f"{verb}: expected event ids or a dedup_key, one of the two")
-    for event_id in ids:
-        if not isinstance(event_id, UUID):
-            raise TypeError(f"{verb}: expected event ids as uuid.UUID, got {event_id!r}")
 
 
 def _aware(moment: Any) -> datetime:

@@ -11,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from pillarbox.errors import ConfigError
+from pillarbox.layouts.layout import Layout
 
 log = logging.getLogger("pillarbox.wakeup")
 
@@ -19,8 +20,10 @@ RECONNECT_CAP = 10.0
 _MAX_CHANNEL = 63
 
 
-def channel_name(table: sa.Table) -> str:
-    """The notification channel of an outbox table."""
+def channel_name(table: sa.Table, layout: Layout | None = None) -> str:
+    """The notification channel of an outbox table: that of the other system where it has one."""
+    if layout is not None and layout.channel is not None:
+        return layout.channel(table)
     return f"pillarbox.{table.fullname}"[:_MAX_CHANNEL]
 
 

@@ -131,14 +131,12 @@ def ekbatan_notifications_layout() -> Layout:
         recipient="handler_name",
         ready=lambda c: _is_waiting(c) & (c.next_retry_at <= utc_now()),
         order_by=("next_retry_at", "id"),
-        waits=(
-            Wait("next_retry_at", _is_claimed),
-            Wait("next_retry_at", lambda c: _is_waiting(c) & (c.next_retry_at > utc_now())),
-        ),
+        waits=(Wait("next_retry_at", lambda c: _is_waiting(c) & (c.next_retry_at > utc_now())),),
         lease=Lease(
             fence="next_retry_at",
             at="next_retry_at",
             token="wrote",
+            is_found_by_claim=True,
             claim=lambda c, given: {
                 "state": "PENDING",
                 "next_retry_at": utc_later(given.delay),

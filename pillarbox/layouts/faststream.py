@@ -80,6 +80,7 @@ def _layout(name: str, declare: Any, **fate: Any) -> Layout:
         carried=header_names(_FIELDS, id="pillarbox-id", correlation_id="correlation_id"),
         fallbacks={"id": _id_of_row, "type": from_topic, **RAW_PAYLOAD},
         put=_put,
+        channel=lambda table: f"outbox_{table.name}",
         attempts="attempts_count",
         created="created_at",
         ready=lambda c: _is_free(c) & (c.next_attempt_at <= now()),

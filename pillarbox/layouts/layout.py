@@ -99,6 +99,8 @@ class Lease:
     lapse: Update
     """What a lapsed claim with attempts left becomes."""
     token: Literal["uuid", "owner", "wrote"] = "uuid"
+    is_found_by_claim: bool = False
+    """Whether lapsed claims are among the rows that a claim finds, because no index tells them apart."""
     length: timedelta | None = None
     """The lease of the system whose table this is; nobody's claim is taken before."""
 
@@ -214,6 +216,8 @@ class Layout:
     """The column within whose values dedup keys are unique; None: within the table."""
     is_locked_at_put: bool = False
     """Whether ids and dedup keys are locked at a put because no index of the table can keep them apart."""
+    channel: Callable[[sa.Table], str] | None = None
+    """The PostgreSQL channel on which the other system is told of new rows; its messages are the rows' topics."""
     attempts: str | None
     is_counted_at_claim: bool = False
     """Whether an attempt counts when it is claimed; else when it fails or its lease lapses."""

@@ -71,7 +71,7 @@ class PostgresStore(AsyncSqlStore):
         await super().open()
         url = self._listen_url or (None if self.is_pooled else self.url)
         if self._wants_notify and url is not None and self._listener is None:
-            self._listener = PostgresListener(url, channel_name(self.tables["outbox"]))
+            self._listener = PostgresListener(url, channel_name(self.tables["outbox"], self.layout))
             await self._listener.start()
 
     async def _connect(self) -> None:

@@ -50,10 +50,18 @@ class ScanTransitions(Transitions):
             depth = limit if len(scopes) <= 1 else max(10, -(-2 * limit // len(scopes)))
             params |= {"scopes": scopes, "depth": depth}
         rows = self._find.fetch(db, params)
+        while self.layout.lease.is_found_by_claim and self._let_found_go(db, rows):
+            rows = self._find.fetch(db, params)
         claims, has_tried = self._choose(rows, mode)
         if mode == "lease" and claims:
             self._write_claims(db, claims, lease)
         return Taken(claims, is_full=len(rows) >= min(limit, depth), has_tried=has_tried)
+
+    def _let_found_go(self, db: sa.Connection, rows: Sequence[Any]) -> int:
+        """Let go those of the rows whose claim has lapsed; they are found again when they are due."""
+        width = self._width
+        lapsed = [(*row[:width], row[width], row[-1], row[width + 1], None) for row in rows if row[-2]]
+        return self._let_go(db, lapsed, self.max_attempts, self.parks) if lapsed else 0
 
     def _scopes_now(self, db: sa.Connection) -> list[str]:
         if self._find_scopes is None:
@@ -94,8 +102,13 @@ class ScanTransitions(Transitions):
     def _columns(self) -> list[Any]:
         attempts = self.outbox.c[self.layout.attempts] if self.layout.attempts is not None else sa.literal_column("0")
         [key] = self._key_columns()
-        fields = raw_fields(self.layout, self.outbox)
-        return [*self._identity(), attempts.label("tried"), key.label("event_key"), *fields]
+        found = [*self._identity(), attempts.label("tried"), key.label("event_key")]
+        found += raw_fields(self.layout, self.outbox)
+        lease = self.layout.lease
+        if lease.is_found_by_claim and lease.lapsed is not None:
+            is_lapsed = sa.case((lease.lapsed(self.outbox.c, sa.literal(0.0)), sa.true()), else_=sa.false())
+            found += [is_lapsed.label("is_lapsed"), self._fence_column().label("found_fence")]
+        return found
 
     def _build_find(self) -> sa.Select[Any]:
         layout, c = self.layout, self.outbox.c

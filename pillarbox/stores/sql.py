@@ -190,6 +190,7 @@ class SqlStore(ABC):
             raise Unsupported(f"Store {self.name}: cannot claim by {mode}; it offers {', '.join(sorted(self.modes))}")
         # Nobody's claim is taken before it lapses by the rule of the system whose table this is.
         self.transitions.lease = max(lease, self.layout.lease.length or lease)
+        self.transitions.max_attempts, self.transitions.parks = max_attempts, park
         await self._wake(max_attempts, park)
         if mode == "hold":
             batch, blocked = await self._hold(limit)

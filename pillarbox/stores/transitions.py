@@ -78,6 +78,8 @@ class Transitions(ABC):
         self.sink = sink
         self.scopes = scopes
         self.lease = layout.lease.length or DEFAULT_LEASE
+        self.max_attempts: int | None = None
+        self.parks = True
         self._hints = is_mysql(dialect)
         self._delivered = layout.kept if retain and layout.kept is not None else layout.delivered
         self._deletes = not self._hints and isinstance(self._delivered, Delete)
@@ -126,7 +128,9 @@ class Transitions(ABC):
         """Take locks on keys that last until the transaction ends, in one order for everybody."""
         raise Unsupported(f"Layout {self.layout.name!r}: lock_key needs a table that keeps order per key")
 
-    def change(self, db: sa.Connection, ids: Sequence[UUID], dedup_key: str | None, given: Any) -> int:
+    def change(
+        self, db: sa.Connection, ids: Sequence[UUID], dedup_key: str | None, given: Any, *, topic: str | None = None
+    ) -> int:
         """Cancel events that nobody holds, or reschedule them when `given.due` is a time."""
         layout, c = self.layout, self.outbox.c
         if layout.cancellable is None or layout.reschedule is None:
@@ -134,6 +138,8 @@ class Transitions(ABC):
         free = sa.select(*self._identity(), *self._key_columns()).where(
             self.is_mine(self.outbox), self._chosen(ids, dedup_key), layout.cancellable(c)
         )
+        if topic is not None and layout.dedup_within is not None:
+            free = free.where(c[layout.dedup_within] == topic)
         rows = db.execute(free.with_for_update(skip_locked=True)).all()
         if not rows:
             return 0
@@ -408,7 +414,7 @@ class Transitions(ABC):
 
     def _build_lapsed(self) -> sa.Select[Any] | None:
         layout, c = self.layout, self.held.c
-        if layout.lease.lapsed is None or layout.attempts is None:
+        if layout.lease.lapsed is None or layout.attempts is None or layout.lease.is_found_by_claim:
             return None
         own = layout.fields.get("max_attempts") if layout.side is None else None
         query = sa.select(

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.util import greenlet_spawn
 
 from pillarbox import Event, Outbox, Relay
-from pillarbox.outbox import Receipt
+from pillarbox.receipt import Receipt
 from pillarbox.stores import Batch, Counts, Mode
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store

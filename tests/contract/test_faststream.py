@@ -25,9 +25,9 @@ EVERYTHING = Filter()
 INSERT = "INSERT INTO {outbox} (queue, payload) VALUES (:queue, 'x')"
 
 
-def change(kit: LayoutKit, verb: str, key: str, **given: Any) -> int:
+def change(kit: LayoutKit, verb: str, key: str, topic: str = "mails", **given: Any) -> int:
     with kit.engine.begin() as db:
-        found: int = getattr(kit.outbox, verb)(db, dedup_key=key, **given)
+        found: int = getattr(kit.outbox, verb)(db, dedup_key=key, topic=topic, **given)
         return found
 
 
@@ -200,15 +200,25 @@ async def test_timer_is_cancelled_before_it_is_claimed_and_not_after(layout_kit:
     put(layout_kit, "held", dedup_key="held")
     store = await layout_kit.open()
     assert names(await claim(store)) == "held"
-    assert [change(layout_kit, "cancel", key) for key in ("early", "held", "unknown", "early")] == [1, 0, 0, 0]
+    assert [change(layout_kit, "cancel", key, key) for key in ("early", "held", "unknown", "early")] == [1, 0, 0, 0]
     assert [row["timer_id"] for row in rows(layout_kit)] == ["held"]
+
+
+@either
+async def test_timer_of_another_queue_is_left_alone(layout_kit: LayoutKit) -> None:
+    put(layout_kit, "mails", dedup_key="reminder-7")
+    put(layout_kit, "orders", dedup_key="reminder-7")
+    assert change(layout_kit, "cancel", "reminder-7", "orders") == 1
+    assert [row["queue"] for row in rows(layout_kit)] == ["mails"]
+    with layout_kit.engine.begin() as db, pytest.raises(TypeError, match="unique within a topic; give topic= too"):
+        layout_kit.outbox.cancel(db, dedup_key="reminder-7")
 
 
 @either
 async def test_cancelled_timer_comes_back_with_a_rollback(layout_kit: LayoutKit) -> None:
     put(layout_kit, "mails", dedup_key="reminder-7")
     with layout_kit.engine.connect() as db:
-        assert layout_kit.outbox.cancel(db, dedup_key="reminder-7") == 1
+        assert layout_kit.outbox.cancel(db, dedup_key="reminder-7", topic="mails") == 1
         db.rollback()
     assert names(await claim(await layout_kit.open())) == "mails"
 
@@ -420,43 +430,43 @@ async def test_put_wakes_a_waiting_store_at_its_commit(layout_kit: LayoutKit) ->
 
 async def listen(kit: LayoutKit, heard: list[str]) -> asyncpg.Connection:
     connection = await asyncpg.connect(server_url("postgres"))
-    await connection.add_listener(f"pillarbox.{kit.outbox.table.name}", lambda *args: heard.append(str(args[3])))
+    await connection.add_listener(f"outbox_{kit.outbox.table.name}", lambda *args: heard.append(str(args[3])))
     return connection
 
 
 @without_dlq
-async def test_one_notification_is_sent_a_transaction_that_puts_and_none_by_one_that_does_not(
+async def test_each_queue_is_named_once_by_a_transaction_that_puts_and_not_by_one_that_does_not(
     layout_kit: LayoutKit,
 ) -> None:
     heard: list[str] = []
     connection = await listen(layout_kit, heard)
 
-    async def count() -> int:
+    async def queues() -> list[str]:
         await connection.execute("SELECT 1")  # what was sent before comes before the answer
-        number = len(heard)
+        named = sorted(heard)
         heard.clear()
-        return number
+        return named
 
     put_in = layout_kit.outbox.put
     timer = Event("orders", {}, dedup_key="once")
     try:
         with layout_kit.engine.begin() as db:
             put_in(db, Event("orders", {}))
-            put_in(db, Event("mails", {}), timer)
-        assert await count() == 1
+            put_in(db, Event("mails", {}), timer, Event("orders", {}))
+        assert await queues() == ["mails", "orders"]
         with layout_kit.engine.begin() as db:
             put_in(db, Event("orders", {}, dedup_key="once"))
-        assert await count() == 0
+        assert await queues() == []
         with layout_kit.engine.begin() as db:
             savepoint = db.begin_nested()
             put_in(db, Event("orders", {}))
             savepoint.rollback()
-        assert await count() == 0
+        assert await queues() == []
         with layout_kit.engine.begin() as db:
             savepoint = db.begin_nested()
             put_in(db, Event("orders", {}))
             savepoint.rollback()
             put_in(db, Event("orders", {}))
-        assert await count() == 1
+        assert await queues() == ["orders"]
     finally:
         await connection.close()

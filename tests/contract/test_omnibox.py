@@ -405,17 +405,24 @@ async def test_events_are_listed_with_their_state_error_and_times(layout_kit: La
 
 
 @partitioned
-async def test_actions_leave_another_row_with_the_same_id_alone(layout_kit: LayoutKit) -> None:
+@pytest.mark.parametrize("action", ["prune delivered", "prune dead", "drop", "redrive", "replay"])
+async def test_action_leaves_another_row_with_the_same_id_alone(layout_kit: LayoutKit, action: str) -> None:
     # Nothing in a partitioned table keeps ids apart across its partitions.
-    row = layout_kit.insert("dead")
-    await layout_kit.set(
-        row, "status = 'failed', attempts_made = 6, updated_at = now() - interval '1 day', created_at = '2001-01-01'"
-    )
+    is_delivered = action in ("prune delivered", "replay")
+    ended = "status = 'completed', completed_at = now() - interval '1 day'" if is_delivered else "status = 'failed'"
+    row = layout_kit.insert("ended")
+    old = "created_at = '2001-01-01', updated_at = now() - interval '1 day'"
+    await layout_kit.set(row, f"{ended}, attempts_made = 6, {old}")
     layout_kit.insert("pending", id=row)
+    layout_kit.execute("UPDATE {outbox} SET attempts_made = 2, last_error = 'slow' WHERE event_type = 'pending'")
     store = await layout_kit.open()
-    await store.prune(dead_age=HOUR)
-    assert layout_kit.count("status = 'pending'") == 1
-    assert layout_kit.count() == 1
+    if action.startswith("prune"):
+        await store.prune(delivered_age=HOUR, dead_age=HOUR)
+    else:
+        await getattr(store, action)(Filter(), actor="ann")
+    assert layout_kit.count("event_type = 'pending' AND attempts_made = 2 AND last_error = 'slow'") == 1
+    assert layout_kit.count("event_type = 'ended' AND attempts_made = 0") == (action in ("redrive", "replay"))
+    assert layout_kit.count("event_type = 'ended' AND attempts_made = 6") == 0
 
 
 # -- rows that do not decode -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
 from pillarbox import Event, InvalidEvent
-from pillarbox.outbox import Receipt
+from pillarbox.receipt import Receipt
 from tests.contract.layouts import HOUR, NOW, Around, LayoutKit, claim, names
 
 OUTBOXES = ["omnibox-postgresql", "omnibox-partitioned-postgresql"]

@@ -267,7 +267,7 @@ async def test_timer_of_either_side_is_known_to_the_other(shared: Shared) -> Non
     async with AsyncSession(shared.engine) as session, session.begin():
         assert await shared.broker().cancel_timer(queue="orders", timer_id="ours", session=session)
     async with shared.engine.begin() as db:
-        assert await shared.outbox.cancel_async(db, dedup_key="theirs") == 1
+        assert await shared.outbox.cancel_async(db, dedup_key="theirs", topic="orders") == 1
     assert await shared.rows() == []
 
 
