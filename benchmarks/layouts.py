@@ -18,7 +18,7 @@ from pillarbox import Event, Outbox, Relay, open_sink
 from pillarbox.event import DELIVERED
 from pillarbox.stores.postgres import PostgresStore
 
-EVENTS = 20_000
+EVENTS = 40_000
 BATCH = 500
 BAR = 0.6
 PAYLOAD = {"text": "x" * 240}

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
@@ -142,14 +142,21 @@ class _Draft:
     __slots__ = EVENT_FIELDS
 
 
-def compile_loader(*, offset: int = 0, decoders: Mapping[str, Callable[[Any], Any]] | None = None) -> Loader:
-    """Make a function that loads an event, without checks, from a row of column values.
+def compile_loader(
+    *,
+    offset: int = 0,
+    decoders: Mapping[str, Callable[[Any], Any]] | None = None,
+    restore: Callable[[Any], None] | None = None,
+    fallbacks: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+) -> Loader:
+    """Make a function that loads an event, without checks, from a row of column values and the row's identity.
 
     The values stand in the order of `EVENT_FIELDS` from `offset` on; a decoder is called for its field's value unless
-    that is None. Relays load every event they deliver, so there is no loop over the fields.
+    that is None. Then `restore` may change an event that has headers, and each of `fallbacks` gives a field that is
+    still None. Relays load every event they deliver, so there is no loop over the fields.
     """
-    names: dict[str, Any] = {"Draft": _Draft, "Event": Event, "no_headers": NO_HEADERS}
-    lines = ["def load(row):", "    event = Draft()"]
+    names: dict[str, Any] = {"Draft": _Draft, "Event": Event, "no_headers": NO_HEADERS, "restore": restore}
+    lines = ["def load(row, row_id=None):", "    event = Draft()"]
     for index, name in enumerate(EVENT_FIELDS, start=offset):
         value = f"row[{index}]"
         if decoders and name in decoders:
@@ -158,12 +165,17 @@ def compile_loader(*, offset: int = 0, decoders: Mapping[str, Callable[[Any], An
             lines.append(f"    value = {value}")
             value = f"{default} if value is None else decode_{name}(value)"
         lines.append(f"    event.{name} = {value}")
+    if restore is not None:
+        lines += ["    if event.headers:", "        restore(event)"]
+    for name, fallback in (fallbacks or {}).items():
+        names[f"fall_back_{name}"] = fallback
+        lines += [f"    if event.{name} is None:", f"        event.{name} = fall_back_{name}(event, row_id)"]
     exec("\n".join([*lines, "    event.__class__ = Event", "    return event"]), names)
     loader: Loader = names["load"]
     return loader
 
 
-Loader = Callable[[Sequence[Any]], Event]
+Loader = Callable[..., Event]
 _load = compile_loader()
 
 

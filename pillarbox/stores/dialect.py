@@ -84,6 +84,12 @@ def _kind_of(column: ColumnElement[Any]) -> Kind:
     return Kind(column.type, in_postgres, in_mysql.replace("UUID", "CHAR(36)"))
 
 
+def is_any(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+    """Whether a column is one of a parameter's values, which go to PostgreSQL's driver as they came from it."""
+    values = sa.bindparam(name, type_=sa.types.NullType())
+    return column == sa.any_(sa.cast(values, postgresql.ARRAY(column.type)))
+
+
 def is_mysql(dialect: str) -> bool:
     return dialect in ("mysql", "mariadb")
 
@@ -157,7 +163,7 @@ class SameForAll:
     def is_row(self, column: ColumnElement[Any]) -> ColumnElement[bool]:
         """Whether a row is one of the batch's."""
         if self._dialect == "postgresql":
-            return column == sa.any_(sa.bindparam("g_row_id", type_=postgresql.ARRAY(column.type)))
+            return is_any(column, "g_row_id")
         if self._dialect == "sqlite":
             return column.in_(sa.text("SELECT value FROM json_each(:g_row_id)").columns(value=column.type))
         return column.in_(sa.bindparam("g_row_id", expanding=True))

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.sql.elements import ColumnElement
 
 from pillarbox.codec import decode_json
-from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, Event, compile_loader, load_event
+from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, Event, Loader, compile_loader, load_event
 from pillarbox.layouts.layout import Layout
 
 UNREADABLE = (ValueError, TypeError, AttributeError)
@@ -48,15 +48,13 @@ class EventLoader:
         self._layout = layout
         self._offset = offset
         self._decoders = _decoders(layout, table, dialect)
-        self._load = compile_loader(offset=offset, decoders=self._decoders)
         self._field_of = {header: name for name, header in layout.carried.items()}
-        self._fallbacks = tuple(layout.fallbacks.items())
-        # Tables that have a column for everything need nothing more: they are the quick case.
-        self.quick = self._load if not layout.carried and not layout.fallbacks else None
-
-    def read(self, row: Sequence[Any], row_id: Any) -> Event:
-        event = self._load(row)
-        return event if self.quick else self._restore(event, row_id)
+        self.read: Loader = compile_loader(
+            offset=offset,
+            decoders=self._decoders,
+            restore=self._restore if layout.carried else None,
+            fallbacks=layout.fallbacks,
+        )
 
     def load(self, row: Sequence[Any], row_id: Any) -> tuple[Event, str | None]:
         """The event, or what can be read of it and why that is not all."""
@@ -65,22 +63,19 @@ class EventLoader:
         except UNREADABLE as error:
             return load_event(*self._salvage(row[self._offset : self._offset + len(EVENT_FIELDS)])), str(error)
 
-    def _restore(self, event: Event, row_id: Any) -> Event:
-        put = object.__setattr__
+    def _restore(self, event: Any) -> None:
+        """Take the fields that travel in the headers out of them."""
         fields = self._field_of
+        headers = event.headers
         rest: dict[str, Any] = {}
-        for header, value in event.headers.items():
+        for header, value in headers.items():
             name = fields.get(header)
             if name is None:
                 rest[header] = value
             else:
-                put(event, name, _from_header(name, value))
-        if len(rest) < len(event.headers):
-            put(event, "headers", MappingProxyType(rest) if rest else NO_HEADERS)
-        for name, fallback in self._fallbacks:
-            if getattr(event, name) is None:
-                put(event, name, fallback(event, row_id))
-        return event
+                setattr(event, name, value if type(value) is str and name not in _PARSED else _from_header(name, value))
+        if len(rest) < len(headers):
+            event.headers = MappingProxyType(rest) if rest else NO_HEADERS
 
     def _salvage(self, values: Sequence[Any]) -> list[Any]:
         good = dict(zip(EVENT_FIELDS, values, strict=True))
@@ -104,7 +99,6 @@ class ClaimLoader:
 
     def __init__(self, layout: Layout, table: sa.Table, dialect: str, offset: int = FIRST_FIELD) -> None:
         self._events = EventLoader(layout, table, dialect, offset)
-        self._quick = self._events.quick
         self._read = self._events.read
 
     def load(self, row: Sequence[Any]) -> Claim:
@@ -113,8 +107,7 @@ class ClaimLoader:
 
     def make(self, row: Sequence[Any], row_id: Any, attempts: int) -> Claim:
         try:
-            event = self._quick(row) if self._quick else self._read(row, row_id)
-            return Claim(row_id, event, attempts + 1)
+            return Claim(row_id, self._read(row, row_id), attempts + 1)
         except UNREADABLE:
             event, defect = self._events.load(row, row_id)
             return Claim(row_id, event, attempts + 1, defect=f"Row {row_id}: {defect}")
@@ -165,6 +158,7 @@ def _read_uuid(value: Any) -> UUID:
     return value if isinstance(value, UUID) else UUID(value)
 
 
+_UNKNOWN = SafeUUID.unknown
 _set_int = UUID.__dict__["int"].__set__
 _set_is_safe = UUID.__dict__["is_safe"].__set__
 
@@ -176,13 +170,24 @@ def _plain_uuid(value: UUID) -> UUID:
     # The constructor would check a number that another UUID vouches for, which costs as much as the rest of the event.
     plain = object.__new__(UUID)
     _set_int(plain, value.int)
-    _set_is_safe(plain, SafeUUID.unknown)
+    _set_is_safe(plain, _UNKNOWN)
     return plain
+
+
+_PARSED = frozenset({"id", "max_attempts"})
 
 
 def _from_header(name: str, value: Any) -> Any:
     if name == "id":
-        return UUID(str(value))
-    if name == "max_attempts":
-        return int(value)
-    return str(value)
+        return _parse_uuid(str(value))
+    return int(value) if name == "max_attempts" else str(value)
+
+
+def _parse_uuid(text: str) -> UUID:
+    digits = text.replace("-", "")
+    if len(text) != 36 or len(digits) != 32:
+        return UUID(text)
+    plain = object.__new__(UUID)
+    _set_int(plain, int(digits, 16))
+    _set_is_safe(plain, _UNKNOWN)
+    return plain

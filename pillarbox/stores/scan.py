@@ -72,15 +72,15 @@ class ScanTransitions(Transitions):
         claims: list[Claim] = []
         left: set[str | None] = set()
         has_tried = False
-        width = self._width
+        width, is_hold, make = self._width, mode == "hold", self._loader.make
         for row in rows:
             attempts, key = row[width], row[width + 1]
             # A hold does not count an attempt when its process dies, so it takes no row that was tried before.
-            if mode == "hold" and attempts:
+            if is_hold and attempts:
                 has_tried = True
                 left.add(key)
             elif key is None or key not in left:
-                claims.append(self._loader.make(row, self._identify(row), attempts))
+                claims.append(make(row, row[0] if width == 1 else tuple(row[:width]), attempts))
         return claims, has_tried
 
     def _write_claims(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> None:

@@ -15,12 +15,12 @@ from uuid import uuid4
 import sqlalchemy as sa
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.event import Claim, Outcome, Released
+from pillarbox.event import DELIVERED, Claim, Outcome, Released
 from pillarbox.layouts.clock import now
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.layouts.side import DEAD, WAITING
 from pillarbox.stores import Mode, Settlement
-from pillarbox.stores.dialect import Given, GivenRows, is_mysql
+from pillarbox.stores.dialect import Given, GivenRows, is_any, is_mysql
 from pillarbox.stores.fields import ClaimLoader, raw_fields
 from pillarbox.stores.hot import Hot
 from pillarbox.stores.outcomes import group_outcomes
@@ -33,6 +33,7 @@ class SideTransitions(Transitions):
     def __init__(self, layout: Layout, tables: Mapping[str, sa.Table], **options: Any) -> None:
         super().__init__(layout, tables, **options)
         self._find = Hot(self._build_find())
+        self._find_entries = Hot(self._build_entries())
         self._loader = ClaimLoader(layout, self.outbox, self.dialect, 2)
         delivered = self._delivered
         # A row that moves is copied first and then deleted.
@@ -87,10 +88,8 @@ class SideTransitions(Transitions):
         """The attempts of rows that have an entry, and whether they may be claimed again."""
         if not rows:
             return {}
-        c = self.held.c
-        is_free = sa.case((self._is_due(c), sa.true()), else_=sa.false())
-        query = sa.select(*self._identity(), c.attempts, is_free).where(self._is_among([Given(row) for row in rows]))
-        return {row[0]: (row[1], bool(row[2])) for row in db.execute(query)}
+        found = self._find_entries.fetch(db, {"entries": list(rows)})
+        return {row[0]: (row[1], bool(row[2])) for row in found}
 
     def _put_entries(self, db: sa.Connection, name: str, rows: Sequence[Given]) -> int:
         if not rows:
@@ -110,6 +109,9 @@ class SideTransitions(Transitions):
     def settle(
         self, db: sa.Connection, claims: Sequence[Claim], outcomes: Sequence[Outcome], *, mode: Mode, park: bool
     ) -> Settlement:
+        if mode == "hold" and claims and all(outcome is DELIVERED for outcome in outcomes):
+            self._deliver(db, [Given(claim.row) for claim in claims])
+            return Settlement(len(claims))
         groups = group_outcomes(claims, outcomes, park)
         lost = 0
         if mode == "lease":
@@ -123,14 +125,17 @@ class SideTransitions(Transitions):
         else:
             released = sum(isinstance(outcome, Released) for outcome in outcomes)
         if groups["delivered"]:
-            if self._copied is not None:
-                db.execute(self._copied, self._given.params(groups["delivered"]))
-            self._write_main(db, "delivered", groups["delivered"])
+            self._deliver(db, groups["delivered"])
             if mode == "lease":
                 self._write(db, "leave", groups["delivered"])
         for name in ("retry", "dead"):
             self._put_entries(db, name, groups[name])
         return Settlement(len(groups["delivered"]), len(groups["retry"]), len(groups["dead"]), released, lost)
+
+    def _deliver(self, db: sa.Connection, rows: Sequence[Given]) -> None:
+        if self._copied is not None:
+            db.execute(self._copied, self._given.params(rows))
+        self._write_main(db, "delivered", rows)
 
     def _write_main(self, db: sa.Connection, name: str, rows: Sequence[Given]) -> None:
         write = self._main[name]
@@ -168,6 +173,15 @@ class SideTransitions(Transitions):
         query = sa.select(identity, sa.null().label("unused"), *raw_fields(layout, main)).where(*conditions)
         ordered = query.order_by(*(main.c[name] for name in layout.order_by)).limit(sa.bindparam("limit"))
         return ordered.with_for_update(skip_locked=True, of=main)
+
+    def _build_entries(self) -> sa.Select[Any]:
+        c, row = self.held.c, self.held.c[self.layout.row]
+        is_free = sa.case((self._is_due(c), sa.true()), else_=sa.false())
+        if self.dialect == "postgresql":
+            chosen = is_any(row, "entries")
+        else:
+            chosen = sa.type_coerce(row, sa.types.NullType()).in_(sa.bindparam("entries", expanding=True))
+        return sa.select(*self._identity(), c.attempts, is_free.label("is_free")).where(chosen)
 
     def _build_copy(self, move: Move) -> sa.Insert:
         target, main, given = self.tables[move.into], self.outbox, self._given
