@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pillarbox.errors import Unsupported
 from pillarbox.layouts import Layout, check_database, declare_layout, get_layout
@@ -28,6 +27,9 @@ _MENDERS: Mapping[str, type[Mender]] = {
     "mysql": MySqlMender,
     "sqlite": SqliteMender,
 }
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 
 @dataclass(frozen=True)

@@ -220,3 +220,12 @@ def test_help_is_printed_without_a_command(call: Callable[..., Done]) -> None:
     assert "  relay " in done.out
     assert "completion" not in done.out
     assert call("--version").out == "pillarbox 0.1.0\n"
+
+
+def test_command_starts_without_what_only_servers_need() -> None:
+    # What `pip install pillarbox` alone does not bring; None in its place makes an import fail.
+    missing = ("greenlet", "asyncpg", "psycopg", "aiomysql", "pymysql", "aiosqlite", "alembic", "opentelemetry")
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); from pillarbox.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage:" in done.stdout
