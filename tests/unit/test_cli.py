@@ -6,6 +6,7 @@ The commands run in this process, which is quicker than a new one; `tests/accept
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
