@@ -220,6 +220,8 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                # Ctrl-C reaches the whole group of processes; the demo ends its relay itself.
+                start_new_session=True,
             )
 
     def _wait_for_relay(self) -> None:

@@ -147,9 +147,10 @@ class SqlStore(ABC):
     async def close(self) -> None: ...
 
     async def open(self) -> None:
-        await self.run(self._look, writes=False)
         if self.layout.order is not None:
             await self.run(self._ensure_lanes)
+        else:
+            await self.run(self._look, writes=False)
 
     def _look(self, db: sa.Connection) -> None:
         # A table that is missing or another one is found out now rather than by the first claim.
