@@ -114,6 +114,8 @@ def test_ctrl_c_on_a_terminal_ends_every_process_and_removes_the_files(tmp_path:
 
 
 def _take_terminal() -> None:
+    # Whoever runs the tests in the background has it ignored; a process on a terminal has not.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
