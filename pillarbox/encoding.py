@@ -156,7 +156,7 @@ class Encoder:
             if value is None or (fallback is not None and fallback(event, None) == value):
                 continue
             # A topic that the event did not bring is its type.
-            if name == "content_type" or (name == "topic" and value == event.type):
+            if name == "topic" and value == event.type:
                 continue
             raise self._homeless_error(event, name)
 

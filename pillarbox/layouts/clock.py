@@ -152,9 +152,10 @@ class as_instant(FunctionElement[datetime]):  # noqa: N801
     name = "as_instant"
 
 
-def instant(column: Any) -> Any:
-    """A column's instant, whether it has a time zone or not."""
-    return column if getattr(column.type, "timezone", True) else as_instant(column)
+def instant(column: Any, value: Any = None) -> Any:
+    """A column's instant, or that of a value made from it, whether it has a time zone or not."""
+    moment = column if value is None else value
+    return moment if getattr(column.type, "timezone", True) else as_instant(moment)
 
 
 @compiles(utc_now)

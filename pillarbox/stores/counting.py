@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.layouts.clock import as_instant, seconds_until
+from pillarbox.layouts.clock import instant, seconds_until
 from pillarbox.layouts.layout import Layout
 from pillarbox.stores import Counts
 from pillarbox.stores.transitions import Transitions
@@ -86,8 +86,7 @@ class Counting:
             for part in self._pending_parts()
         ]
         first = ages[0] if len(ages) == 1 else self._least(ages)
-        has_zone = getattr(c[layout.created].type, "timezone", True)
-        return seconds_until(first if has_zone else as_instant(first))
+        return seconds_until(instant(c[layout.created], first))
 
     def _pending_parts(self) -> list[Any]:
         counts = self._layout.counts

@@ -35,8 +35,9 @@ class ScanTransitions(Transitions):
         super().__init__(layout, tables, **options)
         self._width = len(layout.rows)
         self._find = Hot(self._build_find())
-        is_scoped = layout.scope is not None and self.dialect == "postgresql" and self.scopes is None
-        self._find_scopes = Hot(self._build_scopes(layout.scope)) if is_scoped and layout.scope is not None else None
+        self._find_scopes: Hot | None = None
+        if layout.scope is not None and self.dialect == "postgresql" and self.scopes is None:
+            self._find_scopes = Hot(self._build_scopes(layout.scope))
         self._loader = ClaimLoader(layout, self.outbox, self.dialect, self._width + 2)
 
     def claim(

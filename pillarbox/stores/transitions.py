@@ -24,7 +24,7 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from pillarbox.errors import Unsupported
 from pillarbox.event import DELIVERED, Claim, Outcome, Released
-from pillarbox.layouts.clock import as_instant, seconds_until
+from pillarbox.layouts.clock import instant, seconds_until
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
 from pillarbox.stores.dialect import Given, GivenRows, Kinds, SameForAll, UsedColumns, delete_given, is_mysql
@@ -430,17 +430,12 @@ class Transitions(ABC):
         c = self.held.c
         return sa.select(
             *(
-                sa.select(seconds_until(_earliest(c[wait.column])))
+                sa.select(seconds_until(instant(c[wait.column], sa.func.min(c[wait.column]))))
                 .where(self.is_mine(self.held), wait.where(c))
                 .scalar_subquery()
                 for wait in self.layout.waits
             )
         )
-
-
-def _earliest(column: sa.Column[Any]) -> Any:
-    first: Any = sa.func.min(column)
-    return first if getattr(column.type, "timezone", True) else as_instant(first)
 
 
 def _is_generated(column: sa.Column[Any]) -> bool:
