@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, layouts, put, relay, sqlite
+from benchmarks import latency, layouts, put, relay, sinks, sqlite
 
 BENCHMARKS = {
     function.__name__: function
@@ -21,6 +21,7 @@ BENCHMARKS = {
         sqlite.sqlite_drain,
         relay.relay_memory,
         *layouts.BENCHMARKS,
+        *sinks.BENCHMARKS,
     )
 }
 

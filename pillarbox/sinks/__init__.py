@@ -55,6 +55,20 @@ _OWN: Final = {
     "null": "pillarbox.sinks.null:NullSink.from_url",
     "stdout": "pillarbox.sinks.stdout:StdoutSink.from_url",
     "file": "pillarbox.sinks.file:FileSink.from_url",
+    "kafka": "pillarbox.sinks.kafka:KafkaSink.from_url",
+    "nats": "pillarbox.sinks.nats:NatsSink.from_url",
+    "amqp": "pillarbox.sinks.rabbitmq:RabbitmqSink.from_url",
+    "amqps": "pillarbox.sinks.rabbitmq:RabbitmqSink.from_url",
+    "redis": "pillarbox.sinks.redis:RedisSink.from_url",
+    "rediss": "pillarbox.sinks.redis:RedisSink.from_url",
+    "mqtt": "pillarbox.sinks.mqtt:MqttSink.from_url",
+    "mqtts": "pillarbox.sinks.mqtt:MqttSink.from_url",
+    "http": "pillarbox.sinks.http:HttpSink.from_url",
+    "https": "pillarbox.sinks.http:HttpSink.from_url",
+    "postgresql": "pillarbox.sinks.sql:SqlSink.from_url",
+    "mysql": "pillarbox.sinks.sql:SqlSink.from_url",
+    "mariadb": "pillarbox.sinks.sql:SqlSink.from_url",
+    "sqlite": "pillarbox.sinks.sql:SqlSink.from_url",
 }
 
 

@@ -111,7 +111,7 @@ async def test_destination_that_is_back_takes_events_again(kit):
     assert kit.arrived() == ["before", "a"]
 
 
-@sinks_that("is checked")
+@sinks_that("is checked", "goes down")
 async def test_open_and_check_raise_while_the_destination_is_down(kit):
     await kit.sink.open()
     await kit.sink.check()
