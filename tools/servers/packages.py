@@ -1,4 +1,8 @@
-"""Debian packages: installed by apt-get, or, from another release, unpacked into a cache folder."""
+"""Where the servers' programs come from.
+
+Debian packages are installed by apt-get or, from another release, unpacked into a cache folder. What Maven fetches
+goes there, too.
+"""
 
 import fcntl
 import os
@@ -45,6 +49,24 @@ def unpack(*packages: str, release: str) -> Path:
         (work / "tree").rename(tree)
         shutil.rmtree(work)
     return tree
+
+
+def fetch_jars(pom: Path, name: str, version: str) -> Path:
+    """Have Maven fetch one version of what a pom asks for, and return the folder, shared by all checkouts here."""
+    cache = _cache_folder()
+    folder = cache / f"{name}-{version}"
+    with _locked(cache / "lock"):
+        if folder.exists():
+            return folder
+        if shutil.which("mvn") is None:
+            install("maven")
+        print(f"Downloading from Maven Central: {name} {version}", flush=True)
+        work = cache / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        copy = ["mvn", "-q", "-B", "-f", str(pom), f"-D{name}={version}", f"-DoutputDirectory={work}"]
+        _run([*copy, "dependency:copy-dependencies"], f"Maven could not fetch {name} {version}")
+        work.rename(folder)
+    return folder
 
 
 def _download(packages: tuple[str, ...], *, release: str, work: Path) -> list[Path]:
@@ -115,4 +137,4 @@ def _locked(path: Path) -> Iterator[None]:
 def _run(command: list[str], failure: str) -> None:
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise ServerError(f"{failure}.\n{result.stderr.strip()}")
+        raise ServerError(f"{failure}.\n{(result.stderr or result.stdout).strip()}")

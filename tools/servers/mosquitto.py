@@ -1,0 +1,50 @@
+"""Mosquitto as Debian packages it: no anonymous client, and nobody may use the topics `forbidden/#`."""
+
+import shutil
+
+from . import packages
+from .broker import Broker
+from .server import PASSWORD, USER
+
+
+class MosquittoServer(Broker):
+    name = "mosquitto"
+    scheme = "mqtt"
+    tls_scheme = "mqtts"
+
+    def install(self) -> None:
+        if shutil.which("mosquitto", path="/usr/sbin") is None or shutil.which("mosquitto_pub") is None:
+            packages.install("mosquitto", "mosquitto-clients")
+
+    def initialize(self) -> None:
+        super().initialize()
+        self.run("mosquitto_passwd", "-b", "-c", self.data / "passwords", USER, PASSWORD)
+
+    def command(self) -> list[str]:
+        rights = self.folder / "rights"
+        rights.write_text(f"user {USER}\ntopic readwrite #\ntopic read $SYS/#\ntopic deny forbidden/#\n")
+        # It saves what it holds at each change: else a killed broker forgets what it acknowledged. And it queues
+        # without limit for a subscriber that is away: past a limit it drops messages that it acknowledged.
+        settings = self.write_settings(
+            f"""\
+listener {self.port} 127.0.0.1
+listener {self.port_for("tls")} 127.0.0.1
+cafile {self.certificates}/ca.pem
+certfile {self.certificates}/server.pem
+keyfile {self.certificates}/server.key
+allow_anonymous false
+password_file {self.data}/passwords
+acl_file {rights}
+persistence true
+persistence_location {self.data}/
+autosave_on_changes true
+autosave_interval 1
+max_queued_messages 0
+log_dest stderr
+"""
+        )
+        return ["/usr/sbin/mosquitto", "-c", str(settings)]
+
+    def probe(self) -> list[str]:
+        login = ["-h", "127.0.0.1", "-p", str(self.port), "-u", USER, "-P", PASSWORD]
+        return ["mosquitto_pub", *login, "-V", "5", "-q", "1", "-t", "pillarbox/probe", "-n"]
