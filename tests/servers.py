@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ENV_FILE = ROOT / ".services" / "env"
 
-ServerName = Literal["postgres", "pgbouncer", "mariadb", "mysql", "redis"]
+ServerName = Literal["postgres", "pgbouncer", "mariadb", "mysql"]
 
 
 def server_url(name: ServerName) -> str:
