@@ -17,11 +17,14 @@ from pillarbox.cli.options import (
     Load,
     UsageError,
     connect,
+    connect_parts,
     default_actor,
     duration_option,
+    takes_rows,
     takes_settings,
 )
 from pillarbox.cli.output import (
+    add_counts,
     counts_to_json,
     format_age,
     format_time,
@@ -45,25 +48,32 @@ _MEANING = {
 }
 
 
-@takes_settings
+@takes_rows
 def status(load: Load, as_json: JsonOption = False) -> None:
     """Count the events in each part of their life."""
     config = load()
-    table, counts = asyncio.run(_count(config))
+    table, parts = asyncio.run(_count(config))
     if as_json:
-        print_json({"store": mask_url(config.store.url or ""), "table": table, **counts_to_json(counts)})
+        counted = counts_to_json(add_counts(parts.values()))
+        if len(parts) > 1:
+            counted["sinks"] = {name: counts_to_json(counts) for name, counts in parts.items()}
+        print_json({"store": mask_url(config.store.url or ""), "table": table, **counted})
         return
-    rows = [(name, getattr(counts, name), meaning) for name, meaning in _MEANING.items()]
-    rows.append(("oldest", format_age(counts.oldest_pending), "age of the oldest undelivered event"))
-    print_table([table, "events", ""], rows, right=["events"])
+    columns = list(parts.values())
+    rows = [(name, *(getattr(counts, name) for counts in columns), meaning) for name, meaning in _MEANING.items()]
+    ages = (format_age(counts.oldest_pending) for counts in columns)
+    rows.append(("oldest", *ages, "age of the oldest undelivered event"))
+    names = ["events"] if len(parts) == 1 else [name or "not routed" for name in parts]
+    print_table([table, *names, ""], rows, right=names)
 
 
-async def _count(config: Config) -> tuple[str, Counts]:
-    async with connect(config) as store:
-        return store.tables["outbox"].fullname, await store.counts()
+async def _count(config: Config) -> tuple[str, dict[str, Counts]]:
+    async with connect_parts(config) as parts:
+        counts = {name: await store.counts() for name, store in parts.items()}
+        return next(iter(parts.values())).tables["outbox"].fullname, counts
 
 
-@takes_settings
+@takes_rows
 def prune(
     load: Load,
     actor: ActorOption = None,
@@ -92,9 +102,13 @@ def prune(
 async def _prune(
     config: Config, delivered_age: timedelta | None, dead_age: timedelta | None, actor: str, dry_run: bool
 ) -> Pruned:
-    async with connect(config) as store:
+    total = Pruned()
+    async with connect_parts(config) as parts:
         with working("Pruning"):
-            return await store.prune(delivered_age=delivered_age, dead_age=dead_age, actor=actor, dry_run=dry_run)
+            for store in parts.values():
+                pruned = await store.prune(delivered_age=delivered_age, dead_age=dead_age, actor=actor, dry_run=dry_run)
+                total = Pruned(total.delivered + pruned.delivered, total.dead + pruned.dead)
+    return total
 
 
 @takes_settings
