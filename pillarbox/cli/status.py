@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated
 
@@ -34,9 +34,11 @@ from pillarbox.cli.output import (
     working,
 )
 from pillarbox.config import Config
+from pillarbox.errors import SinkUnavailable
 from pillarbox.sinks.url import mask_url
 from pillarbox.stores import Counts, Entry, Pruned
 
+CHECK_SECONDS = 10
 _MEANING = {
     "new": "ready, never tried",
     "retrying": "failed before, will be tried again",
@@ -49,22 +51,53 @@ _MEANING = {
 
 
 @takes_rows
-def status(load: Load, as_json: JsonOption = False) -> None:
+def status(
+    load: Load,
+    check: Annotated[bool, typer.Option("--check", help="Ask the destinations too; exit 1 when one is down.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Count the events in each part of their life."""
     config = load()
     table, parts = asyncio.run(_count(config))
+    answers = asyncio.run(_check(config)) if check else {}
     if as_json:
         counted = counts_to_json(add_counts(parts.values()))
         if len(parts) > 1:
             counted["sinks"] = {name: counts_to_json(counts) for name, counts in parts.items()}
+        if check:
+            counted["destinations"] = answers
         print_json({"store": mask_url(config.store.url or ""), "table": table, **counted})
-        return
+    else:
+        _print_status(table, parts, answers)
+    if any(answer != "up" for answer in answers.values()):
+        raise typer.Exit(1)
+
+
+def _print_status(table: str, parts: Mapping[str, Counts], answers: Mapping[str, str]) -> None:
     columns = list(parts.values())
     rows = [(name, *(getattr(counts, name) for counts in columns), meaning) for name, meaning in _MEANING.items()]
     ages = (format_age(counts.oldest_pending) for counts in columns)
     rows.append(("oldest", *ages, "age of the oldest undelivered event"))
     names = ["events"] if len(parts) == 1 else [name or "not routed" for name in parts]
     print_table([table, *names, ""], rows, right=names)
+    for name, answer in answers.items():
+        typer.echo(f"{name}: {answer}")
+
+
+async def _check(config: Config) -> dict[str, str]:
+    """Ask every configured destination whether it can take events now."""
+    sinks = [each.open(name) for name, each in config.sinks.items()] or [config.open_sink()]
+    answers = {}
+    for sink in sinks:
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await sink.check()
+            answers[sink.name] = "up"
+        except (SinkUnavailable, TimeoutError) as error:
+            answers[sink.name] = str(error) or f"no answer within {CHECK_SECONDS} s"
+        finally:
+            await sink.close()
+    return answers
 
 
 async def _count(config: Config) -> tuple[str, dict[str, Counts]]:
