@@ -34,7 +34,7 @@ class IdleServer(Server):
 
 
 def _idle(folder: Path) -> list[str]:
-    return ["sh", "-c", 'while :; do sleep 60 & wait "$!"; done', f"{folder}/"]
+    return ["tail", "--silent", "--follow", "/dev/null", f"{folder}/missing"]
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_port_that_somebody_took_is_replaced(server: IdleServer, monkeypatch: py
 def test_stale_pid_leads_to_no_stranger(server: IdleServer, folder: str) -> None:
     server.start()
     server.stop()
-    stranger = subprocess.Popen(_idle(server.folder.parent / folder))
+    stranger = subprocess.Popen(_idle(server.folder.parent / folder), stderr=subprocess.DEVNULL)
     try:
         (server.folder / "pid").write_text(f"{stranger.pid}\n")
         assert server.pid() is None

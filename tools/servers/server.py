@@ -84,6 +84,8 @@ class Server:
 
     def pid(self) -> int | None:
         """Return the id of the running server, or None."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process.pid
         try:
             pid = int(self._pid_file.read_text())
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -173,8 +175,6 @@ class Server:
                 if time.monotonic() > deadline:
                     raise ServerError(f"{self.name} (pid {pid}) did not stop within {STOP_SECONDS} s.")
                 time.sleep(0.05)
-        if self._process is not None:
-            self._process.wait()
 
     def _prepare(self) -> None:
         self.make_folder(self.folder)
