@@ -37,6 +37,8 @@ class Server:
     stop_signal = signal.SIGTERM
     other_ports: tuple[str, ...] = ()
     """What the server needs ports for besides its main one."""
+    dies_with_starter = False
+    """Whether the server is killed when the thread that started it ends."""
 
     def __init__(self, home: Path) -> None:
         self.folder = home / self.name
@@ -203,9 +205,11 @@ class Server:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._choose_ports()
+        # After the change of user, which would undo it.
+        tie = ["setpriv", "--pdeathsig", "KILL", "--"] if self.dies_with_starter else []
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [*DEMOTE, *self.command()],
+                [*DEMOTE, *tie, *self.command()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
