@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -166,7 +167,8 @@ async def test_failure_of_the_function_is_that_events_own_and_stops_its_key():
 
 
 async def test_something_else_than_an_event_is_a_failure():
-    outcomes = await TransformSink(MemorySink(), lambda event: "text").deliver([claim("a")])
+    wrong: Any = lambda event: "text"  # noqa: E731
+    outcomes = await TransformSink(MemorySink(), wrong).deliver([claim("a")])
     assert outcomes == [Retry("The transform returned 'text'; expected an Event or None")]
 
 

@@ -33,7 +33,10 @@ class Client:
         ack: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if isinstance(answer, asyncio.TimeoutError):
             return ack  # never
-        asyncio.get_running_loop().call_soon(ack.set_result if answer is None else ack.set_exception, answer)
+        if answer is None:
+            asyncio.get_running_loop().call_soon(ack.set_result, None)
+        else:
+            asyncio.get_running_loop().call_soon(ack.set_exception, answer)
         return ack
 
 
