@@ -1,6 +1,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format bench services services-stop constraints clean
 
+# Tests start many interpreters; without compiled modules each of them takes a second longer.
+unexport PYTHONDONTWRITEBYTECODE
+
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
