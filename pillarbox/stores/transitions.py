@@ -29,7 +29,7 @@ from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
 from pillarbox.stores.dialect import Given, GivenRows, Kinds, SameForAll, UsedColumns, delete_given, is_mysql
 from pillarbox.stores.hot import Hot
-from pillarbox.stores.moving import Mover, has_no_partition
+from pillarbox.stores.moving import Mover, Run, has_no_partition
 from pillarbox.stores.outcomes import group_outcomes
 
 log = logging.getLogger("pillarbox.store")
@@ -394,10 +394,11 @@ class Transitions(ABC):
             names |= used.names
         return GivenRows(self.dialect, self._kinds, names)
 
-    def _build_move(self, move: Move, fenced: bool) -> Callable[[sa.Connection, Sequence[Given]], int]:
-        given, target = self._give(self.outbox, move, fenced), self.tables[move.into]
-        mover = Mover(move, self.outbox, target, dialect=self.dialect, rows=self._names, given=given)
-        return mover.build(self._match(given, fenced))
+    def _build_move(self, move: Move, fenced: bool) -> Run:
+        target, fence = self.tables[move.into], self.layout.lease.fence if fenced else None
+        mover = Mover(move, self.outbox, target, dialect=self.dialect, rows=self._names, fence=fence)
+        given = self._give(self.outbox, move, fenced)
+        return mover.build(given, SameForAll(self.dialect, self._kinds, given.names))
 
     def _build_write(self, table: sa.Table, write: Update | Delete, fenced: bool) -> _Write:
         given = self._give(table, write, fenced)
