@@ -26,6 +26,7 @@ from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import unwritable
+from tests.contract.kit_http import HttpBatchKit, HttpKit
 from tests.contract.kit_redis import RedisKit
 
 FAILED = (Retry, Dead)
@@ -204,6 +205,8 @@ KITS: dict[str, Any] = {
     "memory": MemoryKit,
     "callable": CallableKit,
     "redis": RedisKit,
+    "http": HttpKit,
+    "http-batch": HttpBatchKit,
 }
 
 
