@@ -288,7 +288,7 @@ class HttpSink:
                 f"Sink {self.name!r}: {self._form.origin.host} is not a public address and refuse_private is on; "
                 "add its network to allow"
             )
-        return DirectTransport(tls=tls, connections=self._concurrency, guard=guard)
+        return DirectTransport(self._form.origin, tls=tls, guard=guard)
 
 
 def _pack(groups: Sequence[list[int]], size: int) -> list[list[int]]:
