@@ -45,6 +45,8 @@ class BrokerKit:
 
     features: ClassVar[frozenset[str]] = BROKER
     ce_prefix: ClassVar[str] = "ce-"
+    many: ClassVar[int] = 10_000
+    """How many events a test sends that looks for rare disorder; fewer where each costs a request."""
     sink: Sink
 
     def make_sink(self, **options: Any) -> Sink:

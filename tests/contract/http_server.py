@@ -36,7 +36,7 @@ class Request:
 
 
 Answer = tuple[int, dict[str, str], bytes]
-Respond = Callable[[Request], "Answer | None | Awaitable[Answer | None]"]
+Respond = Callable[[Request], "Answer | Awaitable[Answer | None] | None"]
 """Status, headers and body; None closes the connection without an answer."""
 
 

@@ -17,6 +17,7 @@ from tests.contract.http_server import ServerProcess
 class HttpKit(BrokerKit):
     # A login is first heard of with an event: there is nothing else that could be asked for.
     features: ClassVar = BROKER - {"asks for a login"} | {"goes down midway"}
+    many: ClassVar = 3_000
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, folder: Path, needs: frozenset[str] = frozenset()) -> None:
