@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ async def _run(port: int, path: str) -> None:
         os.write(file, json.dumps(stored).encode() + b"\n")
         return 200, {}, b""
 
-    server = await asyncio.start_server(lambda *both: talk(*both, respond), "127.0.0.1", port, limit=2**21)
+    server = await asyncio.start_server(partial(talk, respond=respond), "127.0.0.1", port, limit=2**21)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

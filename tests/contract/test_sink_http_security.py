@@ -317,7 +317,8 @@ async def test_guarded_connection_checks_the_certificate_of_the_name(server_tls,
     resolve_to(monkeypatch, ["127.0.0.1"])
     asked: list[str | None] = []
     server_tls.sni_callback = lambda connection, name, context: asked.append(name)
-    guarded = {"refuse_private": True, "allow": ["127.0.0.1/32"], "tls_ca": str(certificates / "ca.pem")}
+    ours = str(certificates / "ca.pem")
+    guarded: dict[str, Any] = {"refuse_private": True, "allow": ["127.0.0.1/32"], "tls_ca": ours}
     async with serve(tls=server_tls) as server:
         sink = open_sink(f"https://hooks.example:{server.port}/", **guarded)
         await sink.check()
