@@ -34,7 +34,17 @@ try:
     from pillarbox.sinks.guard import Guard
     from pillarbox.sinks.http_answer import is_acknowledged, judge, read_answer
     from pillarbox.sinks.http_request import RequestForm, Signer, check_headers, read_keys
-    from pillarbox.sinks.http_transport import DirectTransport, ProxiedTransport
+    from pillarbox.sinks.http_transport import (
+        DOWN,
+        SLOW,
+        UNSENDABLE,
+        ClientTransport,
+        DirectTransport,
+        Outgoing,
+        ProxyTransport,
+        Reply,
+        Transport,
+    )
 except ImportError as error:
     if isinstance(error, MissingExtra) or (error.name or "").startswith("pillarbox"):
         raise
@@ -100,8 +110,8 @@ class HttpSink:
     ) -> None:
         self.name = parse_sink_url(url, name=name, options={}).name
         self._batch, self._concurrency = batch, concurrency
-        self._timeout = timeout
         self._connect_timeout = _choose_connect_timeout(self.name, timeout, connect_timeout)
+        self._timeout, self._seconds = timeout, timeout.total_seconds()
         self._pause_statuses = _check_statuses(self.name, pause_statuses)
         _check_numbers(self.name, method=method, batch=batch, concurrency=concurrency)
         keys = read_keys(signing_secret, name=self.name)
@@ -124,17 +134,13 @@ class HttpSink:
                 cloudevents_source=cloudevents_source,
                 folds_case=True,
             ),
-            timeouts={"connect": self._connect_timeout, "read": None, "write": None, "pool": None},
         )
         if batch > 1 and self._form.has_fields:
             raise ConfigError(f"Sink {self.name!r}: a batch has one address; the url has fields of the event in it")
         # An answer may repeat what it was sent.
         self._secrets = [value for value in (*login.values(), *given.values()) if len(value) > 3]
         self._slots = asyncio.Semaphore(concurrency)
-        self._client = client
-        self._transport = self._make_transport(
-            tls, refuse_private=refuse_private, allow=allow, proxy=proxy, has_client=client is not None
-        )
+        self._transport = self._make_transport(client, tls, refuse_private=refuse_private, allow=allow, proxy=proxy)
 
     @classmethod
     def from_url(cls, url: SinkUrl) -> HttpSink:
@@ -149,11 +155,9 @@ class HttpSink:
 
     async def check(self) -> None:
         """Connect: a request would be an event, so more than that is not tried."""
-        if self._transport is None:
-            return
         try:
-            await self._transport.connect(self._form.origin, timeout=self._connect_timeout)
-        except (httpx.TransportError, OSError) as error:
+            await self._transport.check()
+        except DOWN as error:
             raise self._unavailable(error) from error
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
@@ -165,8 +169,7 @@ class HttpSink:
         )
 
     async def close(self) -> None:
-        if self._transport is not None:
-            await self._transport.aclose()
+        await self._transport.close()
 
     async def _send(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         try:
@@ -222,37 +225,30 @@ class HttpSink:
         rest = {each: documents[each] for each in positions[middle:] if claims[each].event.key not in failed}
         return failed | await self._send_part(claims, rest, outcomes)
 
-    async def _exchange(self, request: httpx.Request, *, is_alone: bool = True) -> Outcome:
+    async def _exchange(self, request: Outgoing, *, is_alone: bool = True) -> Outcome:
         """Send a request and judge its answer; without one in time the event is retried, if it was alone."""
-        limit = asyncio.timeout(self._timeout.total_seconds())
-        response: httpx.Response | None = None
+        limit = asyncio.timeout(self._seconds)
+        reply: Reply | None = None
         try:
             async with limit:
-                response = await self._request(request)
-                answer = await read_answer(response)
-        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
+                reply = await self._transport.send(request)
+                answer = await read_answer(reply)
+        except (TimeoutError, *SLOW) as error:
             if type(error) is TimeoutError and not limit.expired():
-                raise
-            if response is not None and is_acknowledged(response.status_code):
+                raise self._unavailable(error) from error
+            if reply is not None and is_acknowledged(reply.status):
                 return DELIVERED
             text = f"no answer within {format_duration(self._timeout)}"
             if not is_alone:
                 raise SinkUnavailable(f"Sink {self.name}: {text}") from error
             return Retry(text, cause=error)
-        except httpx.LocalProtocolError as error:
+        except UNSENDABLE as error:
             return Dead(f"The request cannot be sent: {error}")
-        except (httpx.TransportError, OSError) as error:
+        except DOWN as error:
             raise self._unavailable(error) from error
-        if answer.text and answer.status >= 300:
-            answer = answer._replace(text=self._hide(answer.text))
-        return judge(answer, name=self.name, pause_statuses=self._pause_statuses)
-
-    async def _request(self, request: httpx.Request) -> httpx.Response:
-        if self._transport is not None:
-            # Past the client, which would log the whole url and keep cookies.
-            return await self._transport.handle_async_request(request)
-        assert self._client is not None
-        return await self._client.send(request, stream=True, follow_redirects=False)
+        if is_acknowledged(answer.status):
+            return DELIVERED
+        return judge(answer._replace(text=self._hide(answer.text)), name=self.name, pause_statuses=self._pause_statuses)
 
     def _hide(self, text: str) -> str:
         for secret in self._secrets:
@@ -264,31 +260,35 @@ class HttpSink:
 
     def _make_transport(
         self,
+        client: httpx.AsyncClient | None,
         tls: ssl.SSLContext | None,
         *,
         refuse_private: bool,
         allow: Sequence[str],
         proxy: str | None,
-        has_client: bool,
-    ) -> DirectTransport | ProxiedTransport | None:
+    ) -> Transport:
         if allow and not refuse_private:
             raise ConfigError(f"Sink {self.name!r} allow: it makes exceptions of refuse_private, which is off")
-        if has_client and (tls is not None or proxy is not None or refuse_private):
-            raise ConfigError(f"Sink {self.name!r}: tls, proxy and refuse_private are the client's, when one is given")
         if proxy is not None and refuse_private:
             raise ConfigError(f"Sink {self.name!r} proxy: a proxy connects where it likes; refuse_private cannot hold")
-        if has_client:
-            return None
+        if client is not None:
+            if tls is not None or proxy is not None or refuse_private:
+                raise ConfigError(
+                    f"Sink {self.name!r}: tls, proxy and refuse_private are the client's, if one is given"
+                )
+            return ClientTransport(client, connect_timeout=self._connect_timeout)
         tls = tls or ssl.create_default_context()
         if proxy is not None:
-            return ProxiedTransport(_read_proxy(self.name, proxy), tls=tls, connections=self._concurrency)
+            url = _read_proxy(self.name, proxy)
+            return ProxyTransport(url, tls=tls, connect_timeout=self._connect_timeout, connections=self._concurrency)
+        origin = self._form.origin
         guard = _make_guard(self.name, allow) if refuse_private else None
-        if guard is not None and not guard.permits_host(self._form.origin.host):
+        if guard is not None and not guard.permits_host(origin.host):
             raise ConfigError(
-                f"Sink {self.name!r}: {self._form.origin.host} is not a public address and refuse_private is on; "
+                f"Sink {self.name!r}: {origin.host} is not a public address and refuse_private is on; "
                 "add its network to allow"
             )
-        return DirectTransport(self._form.origin, tls=tls, guard=guard)
+        return DirectTransport(origin, tls=tls, connect_timeout=self._connect_timeout, guard=guard)
 
 
 def _pack(groups: Sequence[list[int]], size: int) -> list[list[int]]:

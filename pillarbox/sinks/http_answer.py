@@ -13,16 +13,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
-
 from pillarbox.errors import SinkUnavailable
 from pillarbox.event import DELIVERED, Dead, Outcome, Retry
+from pillarbox.sinks.http_transport import DOWN, Reply
 
 LONGEST_PAUSE: Final = timedelta(hours=1)
 _MOST_BYTES: Final = 65_536
@@ -34,24 +32,29 @@ _TRY_AGAIN: Final = frozenset({408, 425})
 
 class Answer(NamedTuple):
     status: int
-    headers: httpx.Headers
+    headers: list[tuple[bytes, bytes]]
     text: str
 
+    def find(self, name: bytes) -> str | None:
+        """Return a header's value, by its name in small letters."""
+        return next((value.decode("latin-1") for each, value in self.headers if each.lower() == name), None)
 
-async def read_answer(response: httpx.Response) -> Answer:
+
+async def read_answer(reply: Reply) -> Answer:
     """Read an answer to its end, so that the connection can be kept; one that is too long is cut off."""
     body = b""
-    # A status of success is the acknowledgement: what happens to the rest of the answer does not matter.
-    lost = (httpx.TransportError,) if is_acknowledged(response.status_code) else ()
     try:
-        with suppress(*lost):
-            async for part in response.aiter_raw():
-                body += part
-                if len(body) > _MOST_BYTES:
-                    break
+        async for part in reply.parts:
+            body += part
+            if len(body) > _MOST_BYTES:
+                break
+    except DOWN:
+        # A status of success is the acknowledgement: what happens to the rest of the answer does not matter.
+        if not is_acknowledged(reply.status):
+            raise
     finally:
-        await response.aclose()
-    return Answer(response.status_code, response.headers, body[: 4 * _SHOWN].decode("utf-8", "replace"))
+        await reply.close()
+    return Answer(reply.status, reply.headers, body[: 4 * _SHOWN].decode("utf-8", "replace") if body else "")
 
 
 def is_acknowledged(status: int) -> bool:
@@ -64,7 +67,7 @@ def judge(answer: Answer, *, name: str, pause_statuses: Collection[int] = ()) ->
     status = answer.status
     if is_acknowledged(status):
         return DELIVERED
-    after = read_retry_after(answer.headers.get("retry-after"))
+    after = read_retry_after(answer.find(b"retry-after"))
     error = f"HTTP {status}{_show(answer.text)}"
     if status in _WANTS_PAUSE or status in pause_statuses:
         raise SinkUnavailable(f"Sink {name}: {error}", after=after)
@@ -102,7 +105,7 @@ def _show(text: str) -> str:
 
 def _show_target(answer: Answer) -> str:
     try:
-        target = urlsplit(answer.headers.get("location", ""))
+        target = urlsplit(answer.find(b"location") or "")
         host = target.hostname
     except ValueError:
         return ""

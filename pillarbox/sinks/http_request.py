@@ -21,6 +21,7 @@ import orjson
 
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
+from pillarbox.sinks.http_transport import Outgoing
 from pillarbox.sinks.message import PREFIX, MessageForm
 from pillarbox.sinks.publish import Refused
 from pillarbox.sinks.templates import Template
@@ -71,13 +72,11 @@ class RequestForm:
         headers: Mapping[str, str],
         signer: Signer | None,
         form: MessageForm,
-        timeouts: Mapping[str, float | None],
     ) -> None:
         self._name = name
         self._method = method
         self._form = form
         self._signer = signer
-        self._extensions = {"timeout": dict(timeouts)}
         self._common = [(each.lower().encode(), value.encode()) for each, value in headers.items()]
         self._reserved = _FRAMING | _OURS | {each.lower() for each in headers} | (_SIGNATURE if signer else set())
         self._origin, self._target = _read_target(url, name)
@@ -98,7 +97,7 @@ class RequestForm:
         """Whether the address depends on the event."""
         return not self._target.is_constant
 
-    def make(self, event: Event) -> httpx.Request:
+    def make(self, event: Event) -> Outgoing:
         """Make the request for an event; raises `Refused` when there is none."""
         url = self._cached_url(self._target.fill(event))
         message = self._form.render(event)
@@ -116,20 +115,19 @@ class RequestForm:
             return message.body
         return message.body[:-1] + b',"headers":' + orjson.dumps(orjson.dumps(own).decode()) + b"}"
 
-    def make_batch(self, events: Sequence[Event], documents: Sequence[bytes]) -> httpx.Request:
+    def make_batch(self, events: Sequence[Event], documents: Sequence[bytes]) -> Outgoing:
         """Make one request of several events; its id is the same for the same events, and no other."""
         ids = hashlib.sha256(b"".join(event.id.bytes for event in events)).hexdigest()
         body = b"[" + b",".join(documents) + b"]"
         url = self._cached_url(self._target.text)
         return self._finish(url, f"batch-{ids[:32]}", [(b"content-type", BATCH_TYPE.encode())], body)
 
-    def _finish(self, url: httpx.URL, id: str, lines: list[tuple[bytes, bytes]], body: bytes) -> httpx.Request:
+    def _finish(self, url: httpx.URL, id: str, lines: list[tuple[bytes, bytes]], body: bytes) -> Outgoing:
         lines += self._common
-        lines.append((b"idempotency-key", id.encode()))
-        lines.append((b"accept-encoding", b"identity"))
+        lines += ((b"idempotency-key", id.encode()), (b"accept-encoding", b"identity"))
         if self._signer is not None:
             lines += self._signer.sign(id, body)
-        return httpx.Request(self._method, url, headers=lines, content=body, extensions=self._extensions)
+        return Outgoing(self._method, url, lines, body)
 
     def _check_name(self, name: str) -> bytes:
         if _TOKEN.fullmatch(name) is None:

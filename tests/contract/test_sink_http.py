@@ -650,7 +650,7 @@ def test_login_and_authorization_together_are_refused():
 @pytest.mark.parametrize("options", [{"proxy": "http://p:1"}, {"refuse_private": True}])
 async def test_options_of_connections_are_refused_beside_a_client(options):
     async with httpx.AsyncClient() as client:
-        with pytest.raises(ConfigError, match="are the client's, when one is given"):
+        with pytest.raises(ConfigError, match="are the client's, if one is given"):
             HttpSink("http://h/", client=client, **options)
 
 
