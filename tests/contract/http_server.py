@@ -66,6 +66,8 @@ async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, respo
             lines = [f"{name}: {value}" for name, value in {"content-length": len(body), **headers}.items()]
             writer.write("\r\n".join([f"HTTP/1.1 {status} Answer", *lines, "", ""]).encode("latin-1") + body)
             await writer.drain()
+            if headers.get("connection") == "close":
+                return
     except (ConnectionError, asyncio.IncompleteReadError, ssl.SSLError):
         pass
     finally:

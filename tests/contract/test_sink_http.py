@@ -170,6 +170,13 @@ async def test_success_counts_whatever_becomes_of_the_rest_of_the_answer(server,
     assert await sinks(timeout="2s").deliver([named_claim("a")]) == [DELIVERED]
 
 
+async def test_answer_that_breaks_off_counts_if_it_began_with_success(server, sinks):
+    server.respond = answering(200, b"12345", content_length="10", connection="close")
+    assert await sinks().deliver([named_claim("a")]) == [DELIVERED]
+    server.respond = answering(422, b"12345", content_length="10", connection="close")
+    assert "RemoteProtocolError" in str(await outage_of(sinks()))
+
+
 async def test_endless_answer_is_cut_off(server, sinks):
     server.respond = answering(422, b"x" * 200_000, content_length="999999999")
     assert await sinks().deliver([named_claim("a")]) == [Dead("HTTP 422: " + "x" * 200)]
@@ -466,6 +473,12 @@ async def test_batches_hold_as_many_events_as_asked_for_and_keys_stay_together(s
     claims = [named_claim(f"{key}{number}", key) for number in range(3) for key in "xyz"] + [named_claim("n")]
     assert await sinks(batch=4, concurrency=1).deliver(claims) == [DELIVERED] * 10
     assert names_in(server) == [["x0", "x1", "x2"], ["y0", "y1", "y2"], ["z0", "z1", "z2", "n"]]
+
+
+async def test_events_of_several_keys_stay_in_order_in_a_batch(server, sinks):
+    claims = [named_claim("x0", "x"), named_claim("y0", "y"), named_claim("x1", "x"), named_claim("y1", "y")]
+    assert await sinks(batch=9).deliver(claims) == [DELIVERED] * 4
+    assert names_in(server) == [["x0", "y0", "x1", "y1"]]
 
 
 async def test_long_key_takes_several_requests_in_order(server, sinks):

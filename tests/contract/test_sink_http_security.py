@@ -104,16 +104,14 @@ async def test_secrets_are_neither_logged_nor_in_errors(caplog, unused_port):
     caplog.set_level(logging.DEBUG)
 
     def echo(request: Request) -> Any:
-        return 400, {}, repr(request.lines).encode()
+        return 400, {}, f"{request.headers['authorization']} and {request.headers['x-api-key']}".encode()
 
     async with serve(echo) as server:
         url = f"http://ann:hunter2@127.0.0.1:{server.port}/hunter2?token=hunter2"
         sink = open_sink(url, headers={"X-Api-Key": "hunter2-key"}, signing_secret=SECRET)
         (outcome,) = await sink.deliver([named_claim("a")])
         await sink.close()
-    assert isinstance(outcome, Dead)
-    assert "hunter2" not in outcome.error
-    assert "YW5uOmh1bnRlcjI=" not in outcome.error
+    assert outcome == Dead("HTTP 400: *** and ***")
     down = await outage_of(open_sink(f"http://ann:hunter2@127.0.0.1:{unused_port}/hunter2"))
     assert "hunter2" not in down
     shown = "\n".join(record.getMessage() for record in caplog.records)
