@@ -34,29 +34,29 @@ class Place(NamedTuple):
     send: Send
 
 
-async def relay_rate(outbox: Outbox, engine: sa.Engine, sink: Sink) -> float:
+async def relay_rate(outbox: Outbox, engine: sa.Engine, sink: Sink, *, events: int) -> float:
     """Events a second from a full outbox to the sink."""
     with engine.begin() as connection:
         connection.exec_driver_sql(f"TRUNCATE {outbox.table.fullname}")
-    await asyncio.to_thread(fill, outbox, engine, EVENTS)
+    await asyncio.to_thread(fill, outbox, engine, events)
     relay = Relay(outbox.store(server_url("postgres"), notify=False), sink, batch_size=WINDOW)
     async with relay:
         await sink.open()
         relay._size = WINDOW
         started = time.perf_counter()
         await relay._loop(drains=True)
-        return EVENTS / (time.perf_counter() - started)
+        return events / (time.perf_counter() - started)
 
 
-async def bare_rate(send: Send) -> float:
+async def bare_rate(send: Send, *, events: int) -> float:
     await send(WINDOW)
     started = time.perf_counter()
-    for _ in range(EVENTS // WINDOW):
+    for _ in range(events // WINDOW):
         await send(WINDOW)
-    return EVENTS / (time.perf_counter() - started)
+    return events / (time.perf_counter() - started)
 
 
-async def measure(name: str, place: AbstractAsyncContextManager[Place]) -> Result:
+async def measure(name: str, place: AbstractAsyncContextManager[Place], *, events: int = EVENTS) -> Result:
     rounds: list[tuple[float, float, float]] = []
     with postgres_outbox() as (outbox, engine):
         async with place as (make_sink, send):
@@ -64,10 +64,10 @@ async def measure(name: str, place: AbstractAsyncContextManager[Place]) -> Resul
                 measured = {}
                 for each in ("relay", "client", "store") if number % 2 else ("store", "client", "relay"):
                     if each == "client":
-                        measured[each] = await bare_rate(send)
+                        measured[each] = await bare_rate(send, events=events)
                     else:
                         sink = make_sink() if each == "relay" else open_sink("null:")
-                        measured[each] = await relay_rate(outbox, engine, sink)
+                        measured[each] = await relay_rate(outbox, engine, sink, events=events)
                 rounds.append((measured["relay"], measured["client"], measured["store"]))
     ours, client, store = (statistics.median(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(rate / min(bare, null) for rate, bare, null in rounds)
