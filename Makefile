@@ -8,7 +8,7 @@ demo: ## See it work: needs Python 3.11 or newer, nothing else
 	@tools/bootstrap core
 	@.venv/bin/pillarbox demo
 
-test: services ## Run the tests on real databases; make test ARGS='-k claim'
+test: services ## Run the tests on real databases and brokers; make test ARGS='-k claim'
 	.venv/bin/pytest $(ARGS)
 
 check: .venv ## Lint, formatting, types and the direction of imports
@@ -24,17 +24,17 @@ format: .venv ## Format the code and fix what the linter can
 bench: services ## Run the benchmarks; make bench ONLY=relay_hold
 	.venv/bin/python -m benchmarks $(ONLY)
 
-services: .venv ## Start the test databases; their urls are in .services/env
+services: .venv ## Start the test databases and brokers; their urls are in .services/env
 	@tools/services start
 
-services-stop: ## Stop the test databases; their data is kept
+services-stop: ## Stop the test databases and brokers; their data is kept
 	@tools/services stop
 
 constraints: .venv ## Renew the pinned versions in constraints.txt
 	.venv/bin/uv pip compile -q --universal --upgrade --no-annotate --no-emit-index-url \
 		--custom-compile-command 'make constraints' --extra dev pyproject.toml -o constraints.txt
 
-clean: ## Delete the environment, the test databases and all caches
+clean: ## Delete the environment, the test databases and brokers, and all caches
 	@tools/services remove
 	rm -rf .venv .services .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 

@@ -2,6 +2,10 @@
 
 from hypothesis import settings
 
-# The tests share two cores with four database servers: the time of a single example means nothing.
+from tests.brokers import private_broker
+
+__all__ = ["private_broker"]
+
+# The tests share two cores with four databases and five brokers: the time of a single example means nothing.
 settings.register_profile("pillarbox", deadline=None)
 settings.load_profile("pillarbox")

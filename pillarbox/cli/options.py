@@ -238,10 +238,17 @@ def _parameters(options: Mapping[str, _Option]) -> list[inspect.Parameter]:
 # -- the store ---------------------------------------------------------------------------------------------
 
 
+def check_stores(config: Config) -> None:
+    """Raise a usage error when nobody said which store."""
+    if config.store.url is None and not config.stores:
+        raise UsageError("No store given: use --store URL, PILLARBOX_STORE, or url under [store] in pillarbox.toml.")
+
+
 def open_configured_store(config: Config) -> SqlStore:
     """Make the store; it is a usage error when nobody said which."""
-    if config.store.url is None:
-        raise UsageError("No store given: use --store URL, PILLARBOX_STORE, or url under [store] in pillarbox.toml.")
+    check_stores(config)
+    if config.stores:
+        raise UsageError(f"Several stores: choose one with --store NAME: {', '.join(config.stores)}.")
     return config.open_store()
 
 

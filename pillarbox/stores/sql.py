@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Program
 from pillarbox.errors import ConfigError, SchemaError, StoreUnavailable, Unsupported
 from pillarbox.event import RELEASED, Claim, Outcome
 from pillarbox.layouts import Feature, Layout, check_database, declare_layout
-from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores import Counts, Effect, Entry, Filter, Mode, Pruned, Record, Settlement, State
 from pillarbox.stores.build import build_transitions
 from pillarbox.stores.operations import Operations
 from pillarbox.stores.transitions import DEFAULT_LEASE, Taken
@@ -30,6 +30,14 @@ log = logging.getLogger("pillarbox.store")
 WAKE_EVERY = 0.1
 LOOK_AGAIN = 1.0
 MAX_CONFLICTS = 5
+
+
+class _ClaimsLost(Exception):
+    """Ends the transaction of an effect whose claims are somebody else's by now."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
 
 
 class LeaseBatch:
@@ -45,12 +53,27 @@ class LeaseBatch:
         self.lanes = set(taken.lanes)
         store.busy_lanes.update(self.lanes)
 
-    async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
-        settlement = await self._store.run(
-            lambda db: self._store.transitions.settle(db, self.claims, outcomes, mode="lease", park=park)
-        )
+    async def settle(
+        self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
+    ) -> Settlement:
+        def write(db: sa.Connection) -> Settlement:
+            if effect is not None:
+                effect(db)
+            settlement = self._store.transitions.settle(db, self.claims, outcomes, mode="lease", park=park)
+            if effect is not None and settlement.lost:
+                raise _ClaimsLost(settlement.lost)
+            return settlement
+
+        try:
+            settlement = await self._store.run(write)
+        except _ClaimsLost as error:
+            return await self._give_up(error.count)
         self._leave_lanes()
         return settlement
+
+    async def _give_up(self, lost: int) -> Settlement:
+        await self.abandon()
+        return Settlement(released=len(self.claims) - lost, lost=lost)
 
     def _leave_lanes(self) -> None:
         self._store.busy_lanes.subtract(self.lanes)

@@ -1,9 +1,10 @@
 """What brokers have in common: a second port with TLS, and urls that name no database."""
 
+import shutil
 import socket
 from pathlib import Path
 
-from . import certificates
+from . import certificates, packages
 from .server import PASSWORD, USER, Server
 
 CERTIFICATES = "certificates"
@@ -11,6 +12,9 @@ CERTIFICATES = "certificates"
 
 
 class Broker(Server):
+    programs: tuple[str, ...]
+    packages: tuple[str, ...]
+    """The Debian packages with those programs."""
     tls_scheme: str
     path = ""
     other_ports: tuple[str, ...] = ("tls",)
@@ -18,6 +22,13 @@ class Broker(Server):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.certificates = home / CERTIFICATES
+
+    def is_installed(self) -> bool:
+        return all(shutil.which(program, path="/usr/sbin:/usr/bin") for program in self.programs)
+
+    def install(self) -> None:
+        if not self.is_installed():
+            packages.install(*self.packages)
 
     def initialize(self) -> None:
         self.make_folder(self.data)

@@ -7,7 +7,6 @@ certificate, clients have names that tests can make rules for: `pillarbox`, who 
 
 import uuid
 from base64 import urlsafe_b64encode
-from functools import cached_property
 from pathlib import Path
 
 from . import packages
@@ -15,22 +14,24 @@ from .broker import Broker
 from .server import PASSWORD, USER
 
 VERSION = "4.0.0"
+LIBRARIES = packages.jar_folder("kafka", VERSION)
 POM = Path(__file__).parent / "kafka-pom.xml"
 USERS = {USER: PASSWORD, "limited": "limited"}
 
 
 class KafkaServer(Broker):
     name = "kafka"
+    programs = ("java", "kcat")
+    packages = ("default-jre-headless", "kcat")
     other_ports = ("sasl", "tls", "controller")
 
-    @cached_property
-    def libraries(self) -> Path:
-        return packages.fetch_jars(POM, "kafka", VERSION)
+    def is_installed(self) -> bool:
+        return super().is_installed() and LIBRARIES.exists()
 
     def install(self) -> None:
-        if not all(Path("/usr/bin", program).exists() for program in ("java", "kcat")):
-            packages.install("default-jre-headless", "kcat")
-        _ = self.libraries
+        if not super().is_installed():
+            packages.install(*self.packages)
+        packages.fetch_jars(POM, "kafka", VERSION)
 
     def initialize(self) -> None:
         super().initialize()
@@ -56,7 +57,7 @@ class KafkaServer(Broker):
         # The compiler that starts fast: on few cores the better one is a burden for minutes.
         options = ["-Xms256m", "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
         log = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"
-        return ["/usr/bin/java", *options, log, "-cp", f"{self.libraries}/*", program]
+        return ["/usr/bin/java", *options, log, "-cp", f"{LIBRARIES}/*", program]
 
     def _settings(self) -> Path:
         ports = {purpose: self.port_for(purpose) for purpose in ("", *self.other_ports)}

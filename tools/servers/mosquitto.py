@@ -1,20 +1,15 @@
 """Mosquitto as Debian packages it: no anonymous client, and nobody may use the topics `forbidden/#`."""
 
-import shutil
-
-from . import packages
 from .broker import Broker
 from .server import PASSWORD, USER
 
 
 class MosquittoServer(Broker):
     name = "mosquitto"
+    programs = ("mosquitto", "mosquitto_pub")
+    packages = ("mosquitto", "mosquitto-clients")
     scheme = "mqtt"
     tls_scheme = "mqtts"
-
-    def install(self) -> None:
-        if shutil.which("mosquitto", path="/usr/sbin") is None or shutil.which("mosquitto_pub") is None:
-            packages.install("mosquitto", "mosquitto-clients")
 
     def initialize(self) -> None:
         super().initialize()

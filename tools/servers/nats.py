@@ -5,11 +5,9 @@ installed as the others are, where a newer one would need the test environment; 
 """
 
 import json
-import shutil
 import socket
 import ssl
 
-from . import packages
 from .broker import Broker
 from .server import PASSWORD, USER
 
@@ -22,12 +20,10 @@ class NatsServer(Broker):
     """It knows the user of the url, the owner of NKEY_SEED, and `limited`, who cannot publish to `forbidden.>`."""
 
     name = "nats"
+    programs = ("nats-server",)
+    packages = ("nats-server",)
     scheme = "nats"
     other_ports = ()
-
-    def install(self) -> None:
-        if shutil.which("nats-server", path="/usr/sbin:/usr/bin") is None:
-            packages.install("nats-server")
 
     def urls(self) -> dict[str, str]:
         return {self.name: self.url}

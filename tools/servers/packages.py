@@ -51,13 +51,17 @@ def unpack(*packages: str, release: str) -> Path:
     return tree
 
 
-def fetch_jars(pom: Path, name: str, version: str) -> Path:
-    """Have Maven fetch one version of what a pom asks for, and return the folder, shared by all checkouts here."""
+def jar_folder(name: str, version: str) -> Path:
+    """Return the folder, shared by all checkouts here, where `fetch_jars` puts them."""
+    return _cache_folder() / f"{name}-{version}"
+
+
+def fetch_jars(pom: Path, name: str, version: str) -> None:
+    """Have Maven fetch one version of what a pom asks for, unless it is there."""
     cache = _cache_folder()
-    folder = cache / f"{name}-{version}"
     with _locked(cache / "lock"):
-        if folder.exists():
-            return folder
+        if jar_folder(name, version).exists():
+            return
         if shutil.which("mvn") is None:
             install("maven")
         print(f"Downloading from Maven Central: {name} {version}", flush=True)
@@ -65,8 +69,7 @@ def fetch_jars(pom: Path, name: str, version: str) -> Path:
         shutil.rmtree(work, ignore_errors=True)
         copy = ["mvn", "-q", "-B", "-f", str(pom), f"-D{name}={version}", f"-DoutputDirectory={work}"]
         _run([*copy, "dependency:copy-dependencies"], f"Maven could not fetch {name} {version}")
-        work.rename(folder)
-    return folder
+        work.rename(jar_folder(name, version))
 
 
 def _download(packages: tuple[str, ...], *, release: str, work: Path) -> list[Path]:
@@ -123,12 +126,12 @@ def _cache_folder() -> Path:
         folder = Path("/var/cache/pillarbox-services")
     else:
         folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pillarbox-services"
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -6,13 +6,12 @@ By itself, RabbitMQ would start a port mapper that stays behind and serves every
 import os
 from pathlib import Path
 
-from . import packages
 from .broker import Broker
 from .server import PASSWORD, USER, Server
 
-PROGRAM = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
-EPMD = Path("/usr/bin/epmd")
-PROBE = Path("/usr/bin/amqp-publish")
+PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
+EPMD = "/usr/bin/epmd"
+PROBE = "/usr/bin/amqp-publish"
 
 
 class EpmdServer(Server):
@@ -31,11 +30,13 @@ class EpmdServer(Server):
         return [str(self.folder / "epmd"), "-address", "127.0.0.1", "-port", str(self.port)]
 
     def probe(self) -> list[str]:
-        return [str(EPMD), "-port", str(self.port), "-names"]
+        return [EPMD, "-port", str(self.port), "-names"]
 
 
 class RabbitmqServer(Broker):
     name = "rabbitmq"
+    programs = (PROGRAM, EPMD, PROBE)
+    packages = ("rabbitmq-server", "amqp-tools")
     scheme = "amqp"
     tls_scheme = "amqps"
     path = "/"
@@ -44,10 +45,6 @@ class RabbitmqServer(Broker):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.epmd = EpmdServer(home)
-
-    def install(self) -> None:
-        if not all(program.exists() for program in (PROGRAM, EPMD, PROBE)):
-            packages.install("rabbitmq-server", "amqp-tools")
 
     def start(self) -> None:
         self.install()
@@ -99,9 +96,9 @@ disk_free_limit.absolute = 50MB
 log.console.level = warning
 """
         )
-        return [str(PROGRAM)]
+        return [PROGRAM]
 
     def probe(self) -> list[str]:
         # Not by its url, where this client reads a virtual host "". No queue has this name: the message is dropped.
         login = ["--server=127.0.0.1", f"--port={self.port}", f"--username={USER}", f"--password={PASSWORD}"]
-        return [str(PROBE), *login, "--vhost=/", "--routing-key=pillarbox.probe", "--body=probe"]
+        return [PROBE, *login, "--vhost=/", "--routing-key=pillarbox.probe", "--body=probe"]

@@ -3,22 +3,17 @@
 The append-only file is on: Redis answers after it wrote there, so a killed server has all that it confirmed.
 """
 
-import shutil
-
-from . import packages
 from .broker import Broker
 from .server import PASSWORD, USER
 
 
 class RedisServer(Broker):
     name = "redis"
+    programs = ("redis-server", "redis-cli")
+    packages = ("redis-server", "redis-tools")
     scheme = "redis"
     tls_scheme = "rediss"
     path = "/0"
-
-    def install(self) -> None:
-        if shutil.which("redis-server") is None or shutil.which("redis-cli") is None:
-            packages.install("redis-server", "redis-tools")
 
     def command(self) -> list[str]:
         settings = self.write_settings(

@@ -1,6 +1,5 @@
 """A Redis Cluster of three masters, handled as one server. Its url is that of the first."""
 
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -73,8 +72,11 @@ class RedisClusterServer(RedisServer):
     def kill(self) -> None:
         self._each(RedisNode.kill)
 
-    def send(self, number: signal.Signals) -> None:
-        self._each(lambda node: node.send(number))
+    def pause(self) -> None:
+        self._each(RedisNode.pause)
+
+    def resume(self) -> None:
+        self._each(RedisNode.resume)
 
     def _each(self, action: Callable[[RedisNode], None]) -> None:
         with ThreadPoolExecutor(SIZE) as pool:

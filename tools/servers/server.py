@@ -124,10 +124,14 @@ class Server:
         """End the server without giving it a chance to notice."""
         self._end(signal.SIGKILL)
 
-    def send(self, number: signal.Signals) -> None:
-        pid = self.pid()
-        if pid is not None:
-            os.kill(pid, number)
+    def pause(self) -> None:
+        """Let the server keep its connections and do nothing. Returns when its last thread has stopped."""
+        self._send(signal.SIGSTOP)
+        while (pid := self.pid()) is not None and _is_active(pid):
+            time.sleep(0.01)
+
+    def resume(self) -> None:
+        self._send(signal.SIGCONT)
 
     def delete(self) -> None:
         """Delete what a stopped server kept."""
@@ -155,10 +159,15 @@ class Server:
         if DEMOTE:
             shutil.chown(folder, *ACCOUNT)
 
-    def _end(self, number: signal.Signals) -> None:
+    def _send(self, number: signal.Signals) -> int | None:
         pid = self.pid()
         if pid is not None:
             os.kill(pid, number)
+        return pid
+
+    def _end(self, number: signal.Signals) -> None:
+        pid = self._send(number)
+        if pid is not None:
             deadline = time.monotonic() + STOP_SECONDS
             while self.pid() is not None:
                 if time.monotonic() > deadline:
@@ -251,3 +260,11 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _is_active(pid: int) -> bool:
+    try:
+        states = [file.read_text().rsplit(")", 1)[1].split()[0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread ended meanwhile
+        return True
+    return any(state != "T" for state in states)
