@@ -73,9 +73,9 @@ class Encoder:
             flags |= _CORRELATION
             properties.append(correlation)
         properties.append(_short("Id", str(event.id)))
-        if event.created_at is not None:
+        if event.created_at is not None and (seconds := int(event.created_at.timestamp())) >= 0:
             flags |= _TIMESTAMP
-            properties.append(int(event.created_at.timestamp()).to_bytes(8, "big"))
+            properties.append(seconds.to_bytes(8, "big"))
         if type_ := _property(event.type):
             flags |= _TYPE
             properties.append(type_)
@@ -85,7 +85,7 @@ class Encoder:
         return b"".join((_BASIC, len(message.body).to_bytes(8, "big"), flags.to_bytes(2, "big"), *properties))
 
     def _table(self, headers: dict[str, str]) -> bytes:
-        fields = []
+        fields: list[bytes] = []
         for name, value in headers.items():
             text = value.encode()
             fields += (self._names.get(name) or self._name(name), len(text).to_bytes(4, "big"), text)
