@@ -175,7 +175,7 @@ class Config:
         return replace(self, store=self.stores[name], stores={})
 
     def make_group(self, *, hook: Hook | None = None) -> RelayGroup:
-        """Make the relays from every store to its sinks, each named by its sink, and by its store if there are several."""
+        """Make the relays from every store to its sinks, named by sink, and by store where there are several."""
         group = RelayGroup({})
         for name in self.stores or ("",):
             config = self.choose_store(name) if name else self

@@ -36,8 +36,8 @@ _NOT_COPIED: Final = frozenset({"seq", "sink", "state", "attempts", "error", "un
 class Route:
     """Events that match every given condition go to the sinks named in `to`.
 
-    `topic`, `type` and the values of `headers` are patterns with `*`, `?` and `[…]`, or several of which one must match.
-    A header that the event has not matches nothing.
+    `topic`, `type` and the values of `headers` are patterns with `*`, `?` and `[…]`; of several one must match. A
+    header that the event has not matches nothing.
     """
 
     to: Sequence[str]

@@ -191,8 +191,9 @@ def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:
     if claim == "auto":
         claim = "hold" if sink.is_quick and "hold" in store.modes else "lease"
     assert isinstance(store, SqlStore)
+    url = store.url.set(query={}).render_as_string(hide_password=True)
     return (
-        f"{'Draining' if drains else 'Relaying'}: store {store.url.set(query={}).render_as_string(hide_password=True)}, "
+        f"{'Draining' if drains else 'Relaying'}: store {url}, "
         f"table {store.tables['outbox'].fullname}, sink {sink.name}, claim by {claim}, "
         f"{'' if store.keeps_order else 'in the order of their times only, '}"
         f"{config.relay.in_flight or store.in_flight} batches of up to {config.relay.batch_size} at once"

@@ -7,12 +7,16 @@ in common with the sink's. Names of events are found in their payloads.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
 from pillarbox.event import EVENT_FIELDS, Claim, Event, load_event
 from pillarbox.sinks import Sink
+from tests.brokers import BrokerName, PrivateBroker
+from tests.servers import server_url
 
 # What every broker's kit can do; a kit adds what its own can, or takes away what it cannot.
 BROKER: frozenset[str] = frozenset(
@@ -31,6 +35,15 @@ BROKER: frozenset[str] = frozenset(
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What a kit gets: a folder, what its test needs, and servers of its own when it breaks them."""
+
+    folder: Path
+    needs: frozenset[str] = frozenset()
+    private: Callable[[BrokerName], PrivateBroker] | None = None
+
+
+@dataclass(frozen=True)
 class Received:
     """A message as an independent client reads it; `content_type` is what the destination has as such."""
 
@@ -41,11 +54,26 @@ class Received:
 
 
 class BrokerKit:
-    """The base of a kit; `sink` is ready to use and closed by the fixture."""
+    """The base of a kit; `sink` is ready to use and closed by the fixture.
 
+    A broker's kit names its `broker`: then `url` is the shared one's, or a private one's when the test breaks it.
+    """
+
+    broker: ClassVar[BrokerName | None] = None
     features: ClassVar[frozenset[str]] = BROKER
     ce_prefix: ClassVar[str] = "ce-"
     sink: Sink
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self.server = self.broker and surroundings.private and surroundings.private(self.broker)
+        if self.broker is not None:
+            self.url = server_url(self.broker) if self.server is None else self.server.url
+        self.place = make_place()
+        self.prepare()
+        self.sink = self.make_sink()
+
+    def prepare(self) -> None:
+        """Make the place that the sink sends to."""
 
     def make_sink(self, **options: Any) -> Sink:
         """Make one more sink to the same place, with these options."""
@@ -69,11 +97,13 @@ class BrokerKit:
 
     def go_down(self) -> None:
         """Kill the server."""
-        raise NotImplementedError
+        assert self.server is not None
+        self.server.kill()
 
     def come_back(self) -> None:
         """Start it again with what it had stored; returns when it takes messages."""
-        raise NotImplementedError
+        assert self.server is not None
+        self.server.start()
 
     def arrived(self) -> list[str]:
         return [json.loads(message.body)["name"] for message in self.received()]

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from pillarbox.stores import Mode, Store
+from tests.brokers import private_broker
 from tests.contract.layouts import LayoutDatabase, LayoutKit, kit_names, make_layout_database, offered_by
 from tests.contract.locking_specs import register_locking_specs
 from tests.contract.specs import register_specs
 from tests.contract.stores import FEATURES, KITS, Database, Kit, MemoryKit, SqlKit, make_database, make_kit
+
+__all__ = ["private_broker"]
 
 register_locking_specs()
 register_specs()

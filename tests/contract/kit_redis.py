@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from pillarbox.event import Claim
 from pillarbox.sinks import Sink, open_sink
-from tests.brokers import private_server
-from tests.contract.broker_kits import BrokerKit, Received, make_place, named_claim
-from tests.servers import server_url
+from tests.brokers import BrokerName
+from tests.contract.broker_kits import BrokerKit, Received, named_claim
 
 
 class RedisKit(BrokerKit):
-    def __init__(self, folder: Path, needs: frozenset[str] = frozenset()) -> None:
-        self.server = private_server("redis") if "goes down" in needs else None
-        self.url = server_url("redis") if self.server is None else self.server.url
-        self.place = make_place()
-        self.sink = self.make_sink()
+    broker: ClassVar[BrokerName] = "redis"
 
     def make_sink(self, **options: Any) -> Sink:
         return open_sink(self.url, **{"stream": f"{self.place}:{{type}}", "name": "redis", **options})
@@ -51,14 +45,6 @@ class RedisKit(BrokerKit):
                 stream.flush()
                 answer = _read_answer(stream)
         return answer
-
-    def go_down(self) -> None:
-        assert self.server is not None
-        self.server.kill()
-
-    def come_back(self) -> None:
-        assert self.server is not None
-        self.server.start()
 
 
 def _read_answer(stream: Any) -> Any:

@@ -12,7 +12,6 @@ import json
 import os
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -25,7 +24,7 @@ from pillarbox.sinks.file import FileSink
 from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
-from tests.contract.broker_kits import unwritable
+from tests.contract.broker_kits import Surroundings, unwritable
 from tests.contract.kit_redis import RedisKit
 
 FAILED = (Retry, Dead)
@@ -47,7 +46,7 @@ def names(lines: str) -> list[str]:
 class NullKit:
     features: ClassVar[set[str]] = set()
 
-    def __init__(self, folder: Path, needs: frozenset[str] = frozenset()) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.sink: Sink = NullSink()
 
     def dispose(self) -> None:
@@ -58,8 +57,8 @@ class FileKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "is checked", "blocks", "writes lines"}
     refused = staticmethod(unwritable)
 
-    def __init__(self, folder: Path, needs: frozenset[str] = frozenset()) -> None:
-        self.folder = folder / "out"
+    def __init__(self, surroundings: Surroundings) -> None:
+        self.folder = surroundings.folder / "out"
         self.folder.mkdir()
         self.path = self.folder / "events.jsonl"
         self.path.touch()
@@ -94,7 +93,7 @@ class StdoutKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "is checked", "blocks", "writes lines"}
     refused = staticmethod(unwritable)
 
-    def __init__(self, folder: Path, needs: frozenset[str] = frozenset()) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.reader, writer = os.pipe()
         self.stream = os.fdopen(writer, "w")
         self.sink: Sink = StdoutSink(stream=self.stream)
@@ -139,7 +138,7 @@ class StdoutKit:
 class MemoryKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "goes down midway", "is checked", "blocks"}
 
-    def __init__(self, folder: Path, needs: frozenset[str] = frozenset()) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.memory = MemorySink()
         self.memory.fail(lambda event: "refuse" in event.headers, Retry("no"), times=None)
         self.sink: Sink = self.memory
@@ -162,7 +161,7 @@ class MemoryKit:
 class CallableKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "goes down midway", "blocks"}
 
-    def __init__(self, folder: Path, needs: frozenset[str] = frozenset()) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.sink: Sink = CallableSink(self.handle, concurrency=4)
         self.found: list[str] = []
         self.down_at: str | None = None
@@ -219,7 +218,9 @@ every_sink = sinks_that()
 @pytest.fixture(name="kit")
 async def sink_kit(request, tmp_path):
     name, needs = request.param
-    made = KITS[name](tmp_path, needs)
+    # Asked for only when a test breaks a server: that brings one up.
+    private = request.getfixturevalue("private_broker") if "goes down" in needs else None
+    made = KITS[name](Surroundings(tmp_path, needs, private))
     yield made
     await made.sink.close()
     made.dispose()
