@@ -292,7 +292,7 @@ def _make_connect(url: SinkUrl, options: dict[str, Any], *, is_secure: bool) -> 
         raise ConfigError(f"Sink {url.name!r} heartbeat: expected whole seconds below 65535, got {heartbeat}")
     user, password = read_login(url)
     login = "" if user is None else f"{quote(user, safe='')}:{quote(password or '', safe='')}@"
-    vhost = quote(read_path(url) or "/", safe="")
+    vhost = read_path(url) or "/"
     servers = read_servers(url, port=5671 if is_secure else 5672)
     context = make_tls_context(options, sink=url.name) if is_secure else None
 
@@ -300,9 +300,16 @@ def _make_connect(url: SinkUrl, options: dict[str, Any], *, is_secure: bool) -> 
         failure: Exception | None = None
         for host, port in servers:
             shown = f"[{host}]" if ":" in host else host
-            address = f"{url.scheme}://{login}{shown}:{port}/{vhost}?name=pillarbox&heartbeat={seconds}"
+            place = f"{shown}:{port}/{quote(vhost, safe='')}"
             try:
-                return await aiormq.connect(address, context=context)
+                return await aiormq.connect(
+                    f"{url.scheme}://{login}{place}?name=pillarbox&heartbeat={seconds}", context=context
+                )
+            except aiormq.InvalidFrameError:
+                # The library does not pass on what the server says here.
+                failure = ConnectionLost(
+                    f"the server refused virtual host {vhost!r}: it does not exist, or the user may not use it"
+                )
             except (aiormq.AMQPError, OSError) as error:
                 failure = error
         raise failure or ConnectionLost("no server is named")
