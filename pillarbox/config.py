@@ -126,6 +126,8 @@ class Config:
     outbox: OutboxConfig = OutboxConfig()
     retry: RetryPolicy = field(default_factory=Exponential)
     path: Path | None = None
+    store_name: str = ""
+    """Which of several stores `store` is."""
 
     def get_layout(self) -> Layout:
         """The layout, with the number of lanes its table was made with."""
@@ -172,31 +174,30 @@ class Config:
 
     def choose_store(self, name: str) -> Config:
         """The same settings for one of several stores."""
-        return replace(self, store=self.stores[name], stores={})
+        return replace(self, store=self.stores[name], stores={}, store_name=name)
+
+    def choose_recipient(self, name: str) -> Config:
+        """The same settings for the rows of one sink; "" are those that were not routed."""
+        return replace(self, store=replace(self.store, recipient=name or None))
 
     def make_group(self, *, hook: Hook | None = None) -> RelayGroup:
         """Make the relays from every store to its sinks, named by sink, and by store where there are several."""
         group = RelayGroup({})
-        for name in self.stores or ("",):
-            config = self.choose_store(name) if name else self
-            group.add(config._make_relays(name, hook))
+        for config in [self.choose_store(name) for name in self.stores] or [self]:
+            group.add(config._make_relays(hook))
         return group
 
-    def _make_relays(self, name: str, hook: Hook | None) -> RelayGroup:
-        prefix = f"{name}." if name else ""
+    def _make_relays(self, hook: Hook | None) -> RelayGroup:
+        prefix = f"{self.store_name}." if self.store_name else ""
         if not self.routes:
             sink = self.open_sink()
             return RelayGroup({f"{prefix}{sink.name}": self.make_relay(self.open_store(), sink, hook=hook)})
-        routes = routes_of(name, self.routes, self.unmatched)
+        routes = routes_of(self.store_name, self.routes, self.unmatched)
 
         def open_part(recipient: str) -> SqlStore:
-            part = replace(self, store=replace(self.store, recipient=recipient or None))
+            part = self.choose_recipient(recipient)
             # What was routed on is not kept: its copies are.
-            return (
-                part.open_store()
-                if recipient
-                else replace(part, relay=replace(self.relay, retention=None)).open_store()
-            )
+            return (part if recipient else replace(part, relay=replace(self.relay, retention=None))).open_store()
 
         sinks = {each: self.sinks[each].open(each) for each in routes.sinks}
         if self.store.recipient is not None:
@@ -264,9 +265,10 @@ def load_config(
     variables = {**(read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}), **env}
     source = _Source(str(found or FILE_NAME), document, variables, overrides)
     stores, sinks = source.split("stores"), source.split("sinks")
+    chosen = source.choose_store(stores)
     routes = read_routes(source.filled("routes"), source.name, sinks=list(sinks), stores=list(stores))
     _check_routes(source, sinks, routes)
-    return Config(
+    config = Config(
         store=_make_store(source),
         sink=_make_sink(source),
         stores={name: _make_store(each) for name, each in stores.items()},
@@ -278,6 +280,7 @@ def load_config(
         retry=_make_retry(source),
         path=found,
     )
+    return config if chosen is None else config.choose_store(chosen)
 
 
 class _Source:
@@ -356,6 +359,21 @@ class _Source:
             where = f"{self.name}, [{section}.{name}]"
             parts[name] = _Source(self.name, {single: table}, self._variables, {}, where=where)
         return parts
+
+    def choose_store(self, stores: dict[str, _Source]) -> str | None:
+        """The one of several stores that was named instead of a url; other settings of a store are then its own."""
+        given = {key: value for key, value in self._overrides.items() if key.startswith("store.")}
+        name = given.pop("store.url", None)
+        if not stores or (not given and name is None):
+            return None
+        if not isinstance(name, str) or name not in stores:
+            what = f"{name!r}" if name is not None else f"{next(iter(given))} = {next(iter(given.values()))!r}"
+            raise ConfigError(f"{self.name} has several stores; choose one by name ({', '.join(stores)}), got {what}")
+        for key in list(self._overrides):
+            if key.startswith("store."):
+                del self._overrides[key]
+        stores[name]._overrides.update(given)
+        return name
 
     def names(self, section: str) -> list[str]:
         return list(self._document.get(section, {}))

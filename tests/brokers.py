@@ -34,6 +34,8 @@ class PrivateBroker:
 
     def __init__(self, server: Broker) -> None:
         self._server = server
+        # A test run that is killed leaves no broker behind.
+        server.dies_with_starter = True
 
     @property
     def url(self) -> str:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from enum import StrEnum
 from typing import Annotated
@@ -27,9 +27,9 @@ from pillarbox.cli.options import (
     UsageError,
     check_stores,
     duration_option,
-    takes_settings,
+    takes_rows,
 )
-from pillarbox.cli.output import counts_to_json, describe_counts, print_json
+from pillarbox.cli.output import add_counts, counts_to_json, describe_counts, print_json
 from pillarbox.config import Config
 from pillarbox.errors import SinkUnavailable, StoreUnavailable
 from pillarbox.event import Outcome
@@ -61,7 +61,7 @@ class DeadDoes(StrEnum):
     SKIP = "skip"
 
 
-@takes_settings
+@takes_rows
 def relay(
     load: Load,
     sink: Annotated[
@@ -76,10 +76,6 @@ def relay(
     topics: Annotated[
         list[str] | None,
         typer.Option("--topic", metavar="NAME", help="Only this topic; may be repeated (faststream: queues)."),
-    ] = None,
-    recipient: Annotated[
-        str | None,
-        typer.Option("--recipient", metavar="NAME", help="Only the rows for this one (ekbatan-notifications)."),
     ] = None,
     claim: Annotated[
         ClaimBy | None, typer.Option(help="Hold rows locked, lease them, or as the sink allows (auto).")
@@ -109,7 +105,6 @@ def relay(
         {
             "sink.url": sink,
             "store.topics": topics or None,
-            "store.recipient": recipient,
             "relay.batch_size": batch_size,
             "relay.in_flight": in_flight,
             "relay.claim": None if claim is None else claim.value,
@@ -127,7 +122,7 @@ def relay(
     if as_json:
         summary = asdict(tally.total)
         if remains is not None:
-            summary["remaining"] = counts_to_json(_add_up(remains))
+            summary["remaining"] = counts_to_json(add_counts(remains.values()))
         used = [config.sink, *config.sinks.values()]
         is_taken = any((sink.url or "").startswith("stdout:") for sink in used)
         print_json(summary, file=sys.stderr if is_taken else sys.stdout)
@@ -200,20 +195,12 @@ def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:
     )
 
 
-def _add_up(counts: Mapping[str, Counts]) -> Counts:
-    """All counts together, with the age of the oldest."""
-    ages = [each.oldest_pending for each in counts.values() if each.oldest_pending is not None]
-    numbers = [item.name for item in fields(Counts) if item.name != "oldest_pending"]
-    total = {name: sum(getattr(each, name) for each in counts.values()) for name in numbers}
-    return Counts(**total, oldest_pending=max(ages, default=None))
-
-
 def _summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:
     total = tally.total
     done = f"{total.delivered} delivered, {total.retried} to retry, {total.dead} dead"
     if total.lost:
         done += f", {total.lost} lost to another relay"
-    rest = "" if remains is None else f" Remaining: {describe_counts(_add_up(remains))}."
+    rest = "" if remains is None else f" Remaining: {describe_counts(add_counts(remains.values()))}."
     return f"{'Stopped' if tally.is_stopped else 'Drained'}: {done}.{rest}"
 
 

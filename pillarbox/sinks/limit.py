@@ -31,9 +31,12 @@ class Bucket:
     async def take(self, wanted: int) -> int:
         """Wait for at least one token and take up to `wanted`."""
         async with self._turn:
-            while self._fill() < 1:
-                await asyncio.sleep(max(0.001, (1 - self._tokens) / self._rate))
-            taken = min(wanted, int(self._tokens))
+            missing = 1 - self._fill()
+            if missing > 0:
+                await asyncio.sleep(missing / self._rate)
+                self._fill()
+            # A clock that was read a hair too early leaves a little less than the one that was waited for.
+            taken = max(1, min(wanted, int(self._tokens)))
             self._tokens -= taken
             return taken
 

@@ -265,6 +265,15 @@ class SqlStore(ABC):
                 "Writers and relays must use the number of lanes that the table was made with."
             )
 
+    async def sinks(self) -> list[str]:
+        """The sinks that relays have claimed rows for: "" is every row that was not routed."""
+        if self.layout.order is None:
+            return [self.sink]
+        lanes = self.tables["lanes"]
+        query = sa.select(lanes.c.sink).distinct().where(lanes.c.sink.not_like("#%")).order_by(lanes.c.sink)
+        found = await self.run(lambda db: list(db.execute(query).scalars()), writes=False)
+        return ["", *(sink for sink in found if sink)]
+
     # -- what operators do ------------------------------------------------------------------------------------------
 
     async def counts(self) -> Counts:

@@ -1,8 +1,10 @@
 """The servers that tests run against: whose process is whose, which ports they take, and what a missing one means."""
 
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from tools.servers.server import DEMOTE, Server
 
 
 class IdleServer(Server):
-    """A process that does nothing and counts as answering."""
+    """A process that does nothing."""
 
     name = "idle"
     scheme = "idle"
@@ -30,11 +32,12 @@ class IdleServer(Server):
         return _idle(self.data)
 
     def probe(self) -> list[str]:
-        return ["true"]
+        # Not yet while it is the program that changes the user.
+        return ["grep", "--quiet", "tail", f"/proc/{self.pid()}/comm"]
 
 
 def _idle(folder: Path) -> list[str]:
-    return ["sh", "-c", 'while :; do sleep 60 & wait "$!"; done', f"{folder}/"]
+    return ["tail", "--silent", "--follow", "/dev/null", f"{folder}/missing"]
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_port_that_somebody_took_is_replaced(server: IdleServer, monkeypatch: py
 def test_stale_pid_leads_to_no_stranger(server: IdleServer, folder: str) -> None:
     server.start()
     server.stop()
-    stranger = subprocess.Popen(_idle(server.folder.parent / folder))
+    stranger = subprocess.Popen(_idle(server.folder.parent / folder), stderr=subprocess.DEVNULL)
     try:
         (server.folder / "pid").write_text(f"{stranger.pid}\n")
         assert server.pid() is None
@@ -87,6 +90,16 @@ def test_stale_pid_leads_to_no_stranger(server: IdleServer, folder: str) -> None
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_server_can_be_tied_to_the_thread_that_starts_it(server: IdleServer) -> None:
+    server.dies_with_starter = True
+    starter = threading.Thread(target=server.start)
+    starter.start()
+    starter.join()
+    process = server._process
+    assert process is not None
+    assert process.wait(timeout=20) == -signal.SIGKILL
 
 
 def test_certificates_are_made_once_and_readable_by_all(tmp_path: Path) -> None:

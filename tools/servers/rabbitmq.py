@@ -48,6 +48,7 @@ class RabbitmqServer(Broker):
 
     def start(self) -> None:
         self.install()
+        self.epmd.dies_with_starter = self.dies_with_starter
         self.epmd.start()
         super().start()
 

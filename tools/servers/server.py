@@ -37,6 +37,8 @@ class Server:
     stop_signal = signal.SIGTERM
     other_ports: tuple[str, ...] = ()
     """What the server needs ports for besides its main one."""
+    dies_with_starter = False
+    """Whether the server is killed when the thread that started it ends."""
 
     def __init__(self, home: Path) -> None:
         self.folder = home / self.name
@@ -84,6 +86,8 @@ class Server:
 
     def pid(self) -> int | None:
         """Return the id of the running server, or None."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process.pid
         try:
             pid = int(self._pid_file.read_text())
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -173,8 +177,6 @@ class Server:
                 if time.monotonic() > deadline:
                     raise ServerError(f"{self.name} (pid {pid}) did not stop within {STOP_SECONDS} s.")
                 time.sleep(0.05)
-        if self._process is not None:
-            self._process.wait()
 
     def _prepare(self) -> None:
         self.make_folder(self.folder)
@@ -203,9 +205,11 @@ class Server:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._choose_ports()
+        # After the change of user, which would undo it.
+        tie = ["setpriv", "--pdeathsig", "KILL", "--"] if self.dies_with_starter else []
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [*DEMOTE, *self.command()],
+                [*DEMOTE, *tie, *self.command()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
