@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 from uuid import uuid4
 
 import aiormq
@@ -14,7 +15,7 @@ from benchmarks.sinks import Place, measure
 from pillarbox import open_sink
 
 # Both sides fill the same queue: it keeps its newest messages only.
-_QUEUE = {"x-queue-type": "quorum", "x-max-length": 10_000}
+_QUEUE: dict[str, Any] = {"x-queue-type": "quorum", "x-max-length": 10_000}
 
 
 def make_properties() -> aiormq.spec.Basic.Properties:
@@ -39,7 +40,7 @@ async def rabbitmq_place() -> AsyncIterator[Place]:
     url = server_url("rabbitmq")
     queue = f"bench-{uuid4().hex[:8]}"
     connection = await aiormq.connect(url)
-    channel = await connection.channel()
+    channel = cast(aiormq.Channel, await connection.channel())
     await channel.queue_declare(queue, durable=True, arguments=_QUEUE)
 
     async def send(count: int) -> None:

@@ -7,7 +7,6 @@ are sent again on another channel without the one to blame, so they may arrive t
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -56,7 +55,6 @@ _OPTIONS: Final[dict[str, Read]] = {
     "heartbeat": read_pause,
     **FORM_OPTIONS,
 }
-_SIZE: Final = re.compile(r"message size (\d+)")
 
 
 class RabbitmqSink:
@@ -255,9 +253,6 @@ class RabbitmqSink:
         return bool(guilty) or not unknown
 
     def _is_named(self, text: str, event: Event) -> bool:
-        size = _SIZE.search(text)
-        if size is not None:
-            return len(self._form.render(event).body) == int(size[1])
         exchange, routing_key = self._address(event)
         if "access to topic " in text and f"topic '{routing_key}'" not in text:
             return False

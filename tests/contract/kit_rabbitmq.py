@@ -61,12 +61,14 @@ def read_all(channel: BlockingChannel, queue: str) -> list[tuple[pika.BasicPrope
     count = channel.queue_declare(queue, passive=True).method.message_count
     if not count:
         return found
+    last = 0
     for method, properties, body in channel.consume(queue):
         found.append((properties, body))
+        last = method.delivery_tag
         if len(found) == count:
             break
     channel.cancel()
-    channel.basic_nack(method.delivery_tag, multiple=True, requeue=True)
+    channel.basic_nack(last, multiple=True, requeue=True)
     # The messages go back without an answer.
     deadline = time.monotonic() + 30
     while channel.queue_declare(queue, passive=True).method.message_count < count:

@@ -347,6 +347,23 @@ async def test_created_queue_that_was_deleted_is_created_again(places, make_sink
     assert places.names(queue) == ["b"]
 
 
+async def test_new_connection_looks_for_its_queues_again(url, places):
+    queue = places.queue(is_made=False)
+    made: list[aiormq.abc.AbstractConnection] = []
+
+    async def connect_mine() -> aiormq.abc.AbstractConnection:
+        made.append(await aiormq.connect(url))
+        return made[-1]
+
+    sink = RabbitmqSink(connect_mine, routing_key=queue, create=True, queue_type="classic")
+    assert await sink.deliver([named_claim("a")]) == [DELIVERED]
+    places.channel.queue_delete(queue)
+    await made[0].close()
+    assert await sink.deliver([named_claim("b")]) == [DELIVERED]
+    await sink.close()
+    assert places.names(queue) == ["b"]
+
+
 async def test_queue_of_another_kind_is_dead_for_its_messages(places, make_sink):
     other, queue = places.queue(".other"), places.queue(is_made=False)
     first, second = await make_sink(create=True).deliver([named_claim("a", topic=other), named_claim("b", topic=queue)])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
 import pytest
 
 from pillarbox.errors import SinkUnavailable
-from pillarbox.event import DELIVERED, RELEASED, Dead
-from pillarbox.sinks import open_sink
+from pillarbox.event import DELIVERED, RELEASED, Dead, Outcome
+from pillarbox.sinks import Sink, open_sink
 from tests.brokers import BrokerName, PrivateBroker
 from tests.contract.broker_kits import named_claim
 from tests.contract.kit_rabbitmq import connect
@@ -56,9 +56,10 @@ async def test_message_the_user_may_not_send_is_dead_and_its_neighbours_arrive(b
     await sink.close()
     assert [outcomes[0], outcomes[2], outcomes[5]] == [DELIVERED, RELEASED, DELIVERED]
     for position, reason in ((1, f"exchange '{user}.theirs'"), (3, "topic 'closed'"), (4, f"exchange '{user}.theirs'")):
-        assert isinstance(outcomes[position], Dead)
-        assert "ACCESS_REFUSED" in outcomes[position].error
-        assert reason in outcomes[position].error
+        outcome = outcomes[position]
+        assert isinstance(outcome, Dead)
+        assert "ACCESS_REFUSED" in outcome.error
+        assert reason in outcome.error
     # Those before a bad one may have come twice.
     assert set(places.names(places.name)) == {"a", "b"}
     assert places.names(places.name)[-1] == "b"
@@ -74,8 +75,9 @@ async def test_message_above_the_servers_limit_is_dead_and_its_neighbours_arrive
     broker.run(CTL, "eval", MAX_SIZE.format(134217728))
     assert [outcomes[0], outcomes[2], outcomes[4]] == [DELIVERED, RELEASED, DELIVERED]
     for position, size in ((1, 1011), (3, 2011)):
-        assert isinstance(outcomes[position], Dead)
-        assert f"message size {size} is larger than configured max size 1000" in outcomes[position].error
+        outcome = outcomes[position]
+        assert isinstance(outcome, Dead)
+        assert f"message size {size} is larger than configured max size 1000" in outcome.error
     assert set(places.names(queue)) == {"a", "b"}
 
 
@@ -99,7 +101,7 @@ async def test_server_short_of_memory_is_an_outage_until_it_has_some(broker, pla
     assert places.names(queue)[-3:] == ["a", "b", "c"]
 
 
-async def deliver_when_back(sink, names):
+async def deliver_when_back(sink: Sink, names: list[str]) -> Sequence[Outcome]:
     async with asyncio.timeout(60):
         while True:
             try:
