@@ -1,7 +1,7 @@
 """Messages as frames of AMQP 0-9-1: what a publisher writes, for many messages at a time.
 
 Own code because the codec of the client library (pamqp) cuts header names at 128 bytes without an error, and takes
-four times as long. Whatever does not fit the protocol's fields is refused here: the server would end the connection.
+five times as long. Whatever does not fit the protocol's fields is refused here: the server would end the connection.
 """
 
 from __future__ import annotations
