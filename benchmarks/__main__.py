@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, layouts, put, relay, sink_http, sinks, sqlite
+from benchmarks import latency, layouts, put, relay, sink_http, sink_rabbitmq, sinks, sqlite
 
 BENCHMARKS = {
     function.__name__: function
@@ -23,6 +23,7 @@ BENCHMARKS = {
         *layouts.BENCHMARKS,
         *sinks.BENCHMARKS,
         *sink_http.BENCHMARKS,
+        *sink_rabbitmq.BENCHMARKS,
     )
 }
 

@@ -26,6 +26,7 @@ from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
 from tests.contract.kit_http import HttpBatchKit, HttpKit
+from tests.contract.kit_rabbitmq import RabbitmqKit
 from tests.contract.kit_redis import RedisKit
 
 FAILED = (Retry, Dead)
@@ -203,6 +204,7 @@ KITS: dict[str, Any] = {
     "stdout": StdoutKit,
     "memory": MemoryKit,
     "callable": CallableKit,
+    "rabbitmq": RabbitmqKit,
     "redis": RedisKit,
     "http": HttpKit,
     "http-batch": HttpBatchKit,
