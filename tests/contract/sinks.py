@@ -27,6 +27,7 @@ from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import unwritable
 from tests.contract.kit_redis import RedisKit
+from tests.contract.kit_sql import SQL_KITS
 
 FAILED = (Retry, Dead)
 
@@ -204,12 +205,18 @@ KITS: dict[str, Any] = {
     "memory": MemoryKit,
     "callable": CallableKit,
     "redis": RedisKit,
+    **SQL_KITS,
 }
 
 
-def sinks_that(*features: str) -> pytest.MarkDecorator:
+def sinks_that(*features: str, unless: str = "") -> pytest.MarkDecorator:
+    """Run a test on the sinks with these features, but not on those with the feature `unless`."""
     needs = frozenset(features)
-    chosen = [pytest.param((name, needs), id=name) for name, kit in KITS.items() if kit.features >= needs]
+    chosen = [
+        pytest.param((name, needs), id=name)
+        for name, kit in KITS.items()
+        if kit.features >= needs and unless not in kit.features
+    ]
     return pytest.mark.parametrize("kit", chosen, indirect=True)
 
 

@@ -38,8 +38,6 @@ KEEP: Final = timedelta(days=30)
 TIMEOUT: Final = timedelta(seconds=10)
 PRUNE_EVERY: Final = timedelta(hours=1)
 MAX_CONFLICTS: Final = 4
-# What MySQL's driver writes as two bytes; and room for everything else in a statement.
-_ESCAPED: Final = (b"\0", b"\n", b"\r", b"\x1a", b'"', b"'", b"\\")
 _ROOM: Final = 65_536
 
 
@@ -148,8 +146,8 @@ class SqlSink:
         if not claims:
             return outcomes
         await self._make_ready()
+        rows = self._prepare(claims, outcomes)
         stopped: set[str] = set()
-        rows = self._prepare(claims, outcomes, stopped)
         # Groups still to be tried, the first one last; a group that fails is replaced by its halves.
         groups = [list(rows)]
         try:
@@ -171,11 +169,12 @@ class SqlSink:
             error.outcomes = release_successors(claims, outcomes)
             raise
         await self._prune()
-        return outcomes
+        return release_successors(claims, outcomes) if stopped else outcomes
 
-    def _prepare(self, claims: Sequence[Claim], outcomes: list[Outcome], stopped: set[str]) -> dict[int, Any]:
+    def _prepare(self, claims: Sequence[Claim], outcomes: list[Outcome]) -> dict[int, Any]:
         """What is to be written, by position; the outcomes of the others are known."""
         rows: dict[int, Any] = {}
+        stopped: set[str] = set()
         prepare = self._writer.prepare
         for position, claim in enumerate(claims):
             if stopped and claim.event.key in stopped:
@@ -287,13 +286,11 @@ class SqlSink:
 
 def _check_size(payload: bytes, packet: int) -> None:
     """Refuse what MySQL would answer by closing the connection, which looks like an outage."""
-    room = packet - _ROOM
-    if 2 * len(payload) <= room:
-        return
-    escaped = len(payload) + sum(map(payload.count, _ESCAPED))
-    if escaped > room:
+    # Bytes are written as two digits each; and there must be room for everything else in the statement.
+    if 2 * len(payload) + _ROOM > packet:
         raise Refused(
-            f"The payload takes {escaped} bytes in a statement, above the server's max_allowed_packet {packet}"
+            f"The payload has {len(payload)} bytes; at most {(packet - _ROOM) // 2} fit into the server's "
+            f"max_allowed_packet, {packet}"
         )
 
 

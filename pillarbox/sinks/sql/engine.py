@@ -188,12 +188,21 @@ def _make_mysql(url: sa.URL, options: dict[str, Any], tls: _Tls) -> AsyncEngine:
     context = tls.context()
     if context:
         arguments["ssl"] = context
-    return create_async_engine(
+    engine = create_async_engine(
         url.set(drivername="mysql+aiomysql"),
         isolation_level="READ COMMITTED",
         connect_args=arguments,
         pool_recycle=1800,
     )
+    sa.event.listen(engine.sync_engine, "connect", _escape_bytes)
+    return engine
+
+
+def _escape_bytes(connection: Any, record: Any) -> None:
+    """Write bytes as hexadecimal: aiomysql calls a function for them that current releases of PyMySQL have not."""
+    driver = connection.driver_connection
+    escape = driver.escape
+    driver.escape = lambda value: f"_binary X'{value.hex()}'" if isinstance(value, bytes) else escape(value)
 
 
 class ServerRunner:

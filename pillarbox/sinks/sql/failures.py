@@ -75,8 +75,11 @@ def judge(error: BaseException) -> Kind | None:
     if isinstance(error, OSError | TimeoutError):
         return Kind.DOWN
     cause = _origin(error)
+    number = cause.args[0] if cause.args else None
+    if isinstance(number, int) and number in _MYSQL:
+        return _MYSQL[number]
     state = getattr(cause, "sqlstate", None)
-    if isinstance(state, str):
+    if isinstance(state, str) and not isinstance(number, int):
         return _by_prefix(_POSTGRES, state)
     if not isinstance(error, sa.exc.DBAPIError | sa.exc.TimeoutError):
         return None
@@ -85,9 +88,6 @@ def judge(error: BaseException) -> Kind | None:
         if "malformed JSON" in str(cause):
             return Kind.BAD
         return _by_prefix(_SQLITE, name)
-    number = cause.args[0] if cause.args else None
-    if isinstance(number, int) and number in _MYSQL:
-        return _MYSQL[number]
     if getattr(error, "connection_invalidated", False):
         return Kind.DOWN
     return next((kind for classes, kind in _CLASSES if isinstance(error, classes)), Kind.DOWN)

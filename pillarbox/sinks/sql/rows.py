@@ -10,7 +10,7 @@ from uuid import UUID
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import mysql, postgresql
 
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
@@ -23,6 +23,7 @@ FIELDS: Final = (
     *("aggregate_type", "aggregate_id", "schema_version"),
     *("correlation_id", "causation_id", "trace_id", "source", "created_at"),
 )
+_BINARY: Final = (sa.LargeBinary, sa.BINARY, sa.VARBINARY, mysql.TINYBLOB, mysql.MEDIUMBLOB, mysql.LONGBLOB)
 Encode = Callable[[Any], Any]
 
 
@@ -120,7 +121,7 @@ def _array_type(field: str, type_: Any) -> Any:
 
 
 def _choose_encoder(field: str, type_: Any, dialect: str) -> Encode | None:
-    is_binary = isinstance(type_, sa.LargeBinary | sa.BINARY | sa.VARBINARY)
+    is_binary = isinstance(type_, _BINARY)
     if field == "payload":
         return None if is_binary else _decode_payload
     if field == "headers":
