@@ -125,7 +125,8 @@ class SqlKit(BrokerKit):
         self.other.close()
 
     def dispose(self) -> None:
-        self.execute(*(f"DROP TABLE {each}" for (each,) in self.query(self.listing())))
+        unchecked = ["SET FOREIGN_KEY_CHECKS = 0"] if self.backend in ("mariadb", "mysql") else []
+        self.execute(*unchecked, *(f"DROP TABLE {each} CASCADE" for (each,) in self.query(self.listing())))
 
     def listing(self) -> str:
         """Find the tables of this test."""

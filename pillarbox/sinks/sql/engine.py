@@ -239,7 +239,7 @@ class Stopped(Exception):
 
 
 class SqliteFile:
-    """One file, written by one thread; who waits longer than `timeout` for the write lock gets SQLite's error."""
+    """One file, written by one thread; who waits longer than `timeout` for the write lock gets `TimeoutError`."""
 
     def __init__(self, path: str, *, creates: bool, timeout: timedelta) -> None:
         self._path = path
@@ -302,8 +302,10 @@ class SqliteFile:
                 return
             except sa.exc.OperationalError as error:
                 is_busy = getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_BUSY")
-                if not is_busy or time.monotonic() > deadline:
+                if not is_busy:
                     raise
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the file was locked by another for {self._timeout:g} s") from error
 
     async def close(self) -> None:
         thread, self._thread = self._thread, None

@@ -109,7 +109,8 @@ def describe(error: BaseException) -> str:
     """The database's own words, without the statement and its values."""
     cause = _origin(error)
     if len(cause.args) == 2 and isinstance(cause.args[0], int) and not isinstance(cause, OSError):
-        return f"{cause.args[1]} ({cause.args[0]})"
+        reason = cause.__cause__  # why a connection failed
+        return f"{cause.args[1]} ({cause.args[0]})" + (f": {reason}" if reason is not None else "")
     return str(cause).strip().partition("\n")[0] or type(cause).__name__
 
 

@@ -85,7 +85,10 @@ class RowWriter:
     def write(self, db: sa.Connection, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert the rows in their order, in one round trip."""
         if self._is_array:
-            db.execute(self._insert, {f"c{n}": list(column) for n, column in enumerate(zip(*rows, strict=True))})
+            first, *others = zip(*rows, strict=True)
+            # The server pads a short array with nulls: what no event has costs nothing.
+            arrays = [first, *(() if column.count(None) == len(column) else column for column in others)]
+            db.execute(self._insert, {f"c{n}": list(column) for n, column in enumerate(arrays)})
         else:
             db.execute(self._insert, [{f"c{n}": value for n, value in enumerate(row)} for row in rows])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -126,9 +127,10 @@ class Received:
         Waits for another transaction that is just taking one of them, to know whether it commits.
         """
         # In one order everywhere, so that two relays with the same events do not wait for each other.
-        ordered = sorted(set(ids))
         if self._dialect == "postgresql":
+            ordered = sorted(ids, key=attrgetter("int"))
             return set(db.execute(self._insert_new, {"consumer": self._consumer, "ids": ordered}).scalars())
+        ordered = sorted(set(ids))
         if self._dialect == "sqlite":
             return self._insert_unknown(db, ordered)
         try:
