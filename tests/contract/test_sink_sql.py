@@ -53,7 +53,7 @@ def count_statements(sink: Any) -> list[str]:
 
 # -- rows ------------------------------------------------------------------------------------------------------------
 
-FULL = {
+FULL: dict[str, Any] = {
     "key": "order-7",
     "topic": "orders",
     "id": ID,
@@ -365,7 +365,7 @@ async def test_two_relays_with_the_same_events_at_the_same_moment(kit):
     batch = [named_claim(str(n), f"k{n % 3}") for n in range(200)]
     results = await asyncio.gather(kit.sink.deliver(batch), other.deliver(batch[::-1]), kit.sink.deliver(batch))
     await other.close()
-    assert results == [[DELIVERED] * 200] * 3
+    assert list(results) == [[DELIVERED] * 200] * 3
     assert sorted(map(int, kit.arrived())) == list(range(200))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from typing import Any
 from uuid import uuid4
 
@@ -10,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Dead, Retry
 from pillarbox.sinks import open_sink
 from pillarbox.sinks.sql import SqlSink
@@ -237,6 +239,16 @@ async def test_file_that_was_replaced_is_opened_again(kit):
 
 
 @on("sqlite")
+async def test_file_that_another_took_the_place_of_is_let_go(kit):
+    await kit.sink.deliver([named_claim("old")])
+    restored = kit.folder / "restored.db"
+    shutil.copy(kit.path, restored)
+    restored.replace(kit.path)
+    assert await kit.sink.deliver([named_claim("new")]) == [DELIVERED]
+    assert kit.arrived() == ["old", "new"]
+
+
+@on("sqlite")
 async def test_file_is_made_only_when_asked(kit):
     path = kit.folder / "new.db"
     sink = open_sink(f"sqlite:///{path}", table="events")
@@ -364,6 +376,57 @@ async def test_tls_to_mysql(kit, options, expected):
         assert await sink.deliver([named_claim("a")]) == [DELIVERED]
         assert bool(kit.query(f"SELECT a FROM {log}")[0][0]) is expected
     await sink.close()
+
+
+@on("mysql")
+async def test_tls_files_may_have_the_drivers_names(kit, secured):
+    _, authority, _ = secured
+    sink = kit.make_sink(ssl_ca=authority)
+    # The authority is read, and is not the one that signed the server's certificate.
+    with pytest.raises(SinkUnavailable, match=r"(?i)certificate verify failed"):
+        await sink.open()
+    await sink.close()
+
+
+async def test_value_that_a_lenient_server_would_cut_is_dead():
+    server = private_server("mariadb")
+    server.start()
+    engine = sa.create_engine(server.url.replace("mysql:", "mysql+pymysql:"))
+    with engine.begin() as db:
+        db.exec_driver_sql("SET GLOBAL sql_mode = ''")
+        db.exec_driver_sql("CREATE OR REPLACE TABLE short (a varchar(3))")
+    sink = open_sink(server.url, consumer="x", create=True, statements={"*": "INSERT INTO short VALUES (:type)"})
+    (outcome,) = await sink.deliver([named_claim("a")])
+    await sink.close()
+    with engine.begin() as db:
+        db.exec_driver_sql("SET GLOBAL sql_mode = DEFAULT")
+    engine.dispose()
+    assert isinstance(outcome, Dead)
+    assert "too long" in outcome.error
+
+
+async def test_mariadb_through_its_socket():
+    server = private_server("mariadb")
+    server.start()
+    socket = f"{server.data}/server.sock"
+    url = server.url.replace(f":{server.port}/", ":1/")
+    sink = open_sink(url, unix_socket=socket, table=f"t{uuid4().hex[:8]}", create=True)
+    assert await sink.deliver([named_claim("a")]) == [DELIVERED]
+    await sink.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [
+        ("postgresql://u@h/d?table=t", "asyncpg", "postgres"),
+        ("postgresql://u@h/d?table=t&pooler=yes", "psycopg", "postgres"),
+        ("mysql://u@h/d?table=t", "aiomysql", "mysql"),
+    ],
+)
+def test_missing_driver_names_its_extra(monkeypatch, url, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=rf"pip install 'pillarbox\[{extra}\]'"):
+        open_sink(url)
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
