@@ -175,6 +175,19 @@ async def test_missing_column_stops_the_sink_until_it_is_there(kit):
     assert kit.arrived() == []
 
 
+@on("sqlite")
+async def test_table_that_was_made_anew_is_looked_at_again(kit):
+    sink = kit.make_sink(columns={"payload": "payload"})
+    await sink.deliver([named_claim("a")])
+    kit.execute(f"DROP TABLE {kit.table}")
+    with pytest.raises(SinkUnavailable, match="no such table"):
+        await sink.deliver([named_claim("b")])
+    kit.execute(f"CREATE TABLE {kit.table} (payload text)")
+    assert await sink.deliver([named_claim("b")]) == [DELIVERED]
+    await sink.close()
+    assert kit.query(f"SELECT payload FROM {kit.table}") == [('{"name":"b"}',)]
+
+
 @every_database
 async def test_batch_is_a_round_trip_for_the_ids_and_one_for_the_rows(kit):
     await kit.sink.deliver([named_claim("first")])
@@ -338,7 +351,8 @@ async def test_function_makes_the_statement(kit):
     assert isinstance(bug, Retry)
     assert "no idea" in bug.error
     await sink.close()
-    # The engine is the caller's: it is still connected.
+    # The engine is the caller's: its connection is still there.
+    assert engine.pool.checkedin() == 1  # type: ignore[attr-defined]
     async with engine.connect() as db:
         assert (await db.scalar(sa.text(f"SELECT count(*) FROM {log} WHERE b = 'changed'"))) == 25
     await engine.dispose()

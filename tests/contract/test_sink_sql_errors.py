@@ -359,6 +359,15 @@ async def test_tls_to_postgres(secured, options, expected, has_statements):
     await sink.close()
 
 
+async def test_verify_ca_does_not_check_the_servers_name(secured):
+    url, authority, _ = secured
+    url = url.replace("127.0.0.1", "localhost")  # which the certificate does not name
+    table = f"t{uuid4().hex[:8]}"
+    lenient = open_sink(url, table=table, create=True, sslmode="verify-ca", sslrootcert=authority)
+    assert await lenient.deliver([named_claim("a")]) == [DELIVERED]
+    await lenient.close()
+
+
 @on("mysql")
 @pytest.mark.parametrize(
     ("options", "expected"),
