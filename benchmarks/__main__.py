@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, layouts, put, relay, sink_http, sink_rabbitmq, sinks, sqlite
+from benchmarks import latency, layouts, put, relay, sink_http, sink_rabbitmq, sink_sql, sinks, sqlite
 
 BENCHMARKS = {
     function.__name__: function
@@ -24,6 +24,7 @@ BENCHMARKS = {
         *sinks.BENCHMARKS,
         *sink_http.BENCHMARKS,
         *sink_rabbitmq.BENCHMARKS,
+        *sink_sql.BENCHMARKS,
     )
 }
 

@@ -30,6 +30,7 @@ BROKER: frozenset[str] = frozenset(
         "takes a megabyte",
         "carries headers",
         "asks for a login",
+        "serves a relay",
     }
 )
 

@@ -28,6 +28,7 @@ from tests.contract.broker_kits import Surroundings, unwritable
 from tests.contract.kit_http import HttpBatchKit, HttpKit
 from tests.contract.kit_rabbitmq import RabbitmqKit
 from tests.contract.kit_redis import RedisKit
+from tests.contract.kit_sql import SQL_KITS
 
 FAILED = (Retry, Dead)
 
@@ -208,12 +209,18 @@ KITS: dict[str, Any] = {
     "redis": RedisKit,
     "http": HttpKit,
     "http-batch": HttpBatchKit,
+    **SQL_KITS,
 }
 
 
-def sinks_that(*features: str) -> pytest.MarkDecorator:
+def sinks_that(*features: str, unless: str = "") -> pytest.MarkDecorator:
+    """Run a test on the sinks with these features, but not on those with the feature `unless`."""
     needs = frozenset(features)
-    chosen = [pytest.param((name, needs), id=name) for name, kit in KITS.items() if kit.features >= needs]
+    chosen = [
+        pytest.param((name, needs), id=name)
+        for name, kit in KITS.items()
+        if kit.features >= needs and unless not in kit.features
+    ]
     return pytest.mark.parametrize("kit", chosen, indirect=True)
 
 
