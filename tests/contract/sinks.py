@@ -26,6 +26,7 @@ from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
 from tests.contract.kit_http import HttpBatchKit, HttpKit
+from tests.contract.kit_kafka import KafkaKit, KafkaTransactionsKit
 from tests.contract.kit_rabbitmq import RabbitmqKit
 from tests.contract.kit_redis import RedisKit
 from tests.contract.kit_sql import SQL_KITS
@@ -206,6 +207,8 @@ KITS: dict[str, Any] = {
     "memory": MemoryKit,
     "callable": CallableKit,
     "rabbitmq": RabbitmqKit,
+    "kafka": KafkaKit,
+    "kafka transactions": KafkaTransactionsKit,
     "redis": RedisKit,
     "http": HttpKit,
     "http-batch": HttpBatchKit,
