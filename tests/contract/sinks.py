@@ -25,6 +25,7 @@ from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
+from tests.contract.kit_nats import NatsKit
 from tests.contract.kit_redis import RedisKit
 
 FAILED = (Retry, Dead)
@@ -202,6 +203,7 @@ KITS: dict[str, Any] = {
     "stdout": StdoutKit,
     "memory": MemoryKit,
     "callable": CallableKit,
+    "nats": NatsKit,
     "redis": RedisKit,
 }
 
