@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
@@ -19,6 +18,7 @@ from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Re
 from pillarbox.retry import describe_error
 from pillarbox.sinks.message import DEFAULT_SOURCE, MessageForm
 from pillarbox.sinks.nats_connection import Connection, Forbidden, Lost, Window
+from pillarbox.sinks.nats_message import NatsForm
 from pillarbox.sinks.nats_options import Stream, read_nats_url
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.publish import Refused
@@ -33,18 +33,9 @@ try:
 except ImportError as error:
     raise MissingExtra("NATS", "nats") from error
 
-MESSAGE_ID: Final = "Nats-Msg-Id"
 # As much may be unacknowledged at once: more would only lie in buffers.
 _WINDOW_BYTES: Final = 1 << 20
-# A server ends the connection over a longer line; subject, inbox and sizes share it.
-_SUBJECT_BYTES: Final = 3900
 _OVERTAKEN: Final = 10_000
-_BAD_SUBJECT: Final = re.compile(r"[\x00-\x20\x7f]|(?:^|\.)(?:[*>]?)(?:\.|$)")
-# Subjects that order the server or answer somebody: an event's fields must not lead there.
-_RESERVED: Final = ("$JS.", "$SYS.", "$SRV.", "_INBOX.")
-_HEADER_NAMES: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]*")
-_HEADER_LINE: Final = len(": \r\n")
-_HEADER_FRAME: Final = len("NATS/1.0\r\n\r\n")
 
 _TOO_LARGE: Final = 10054
 _SEALED: Final = 10109
@@ -83,11 +74,13 @@ class NatsSink:
         self._servers = list(servers)
         self._is_secure = any(server.startswith("tls:") for server in servers)
         self._connect = dict(connect or {})
-        self._subject = Template(subject, what=f"Sink {name!r} subject")
         self._stream = stream
         self._timeout = timeout
         self._api = api_prefix or (f"$JS.{domain}.API" if domain else "$JS.API")
-        self._form = MessageForm(cloudevents=cloudevents, cloudevents_source=cloudevents_source)
+        self._form = NatsForm(
+            Template(subject, what=f"Sink {name!r} subject"),
+            MessageForm(cloudevents=cloudevents, cloudevents_source=cloudevents_source),
+        )
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
         self._overtaken: dict[UUID, int] = {}
@@ -177,61 +170,41 @@ class NatsSink:
     async def _send(
         self, connection: Connection, window: Window, claims: Sequence[Claim], outcomes: list[Outcome]
     ) -> None:
-        largest = connection.client.max_payload
-        stopped: set[str] = set()
-        sent_bytes = 0
+        render, put, largest = self._form.render, connection.put, connection.client.max_payload
+        stopped: set[str | None] = set()
+        sent = 0
         for position, claim in enumerate(claims):
-            key = claim.event.key
-            if key is not None and key in stopped:
+            event = claim.event
+            if event.key is not None and event.key in stopped:
                 continue
             try:
-                subject, headers, body, size = self._render(claim.event, largest)
-                if sent_bytes + size > _WINDOW_BYTES and sent_bytes:
-                    await self._wait(connection, window)
-                    stopped |= {str(claims[each].event.key) for each in window.answers}
-                    sent_bytes = 0
-                    if key is not None and key in stopped:
-                        continue
-                sent_bytes += size
-                await connection.publish(window, position, subject, body, headers)
+                message = render(event, suffix=self._find_suffix(event), largest=largest)
             except Refused as error:
                 outcomes[position] = Dead(str(error))
-                if key is not None:
-                    stopped.add(key)
-            except ClientError as error:
-                raise self._unavailable(connection.lost or error) from error
+                stopped.add(event.key)
+                continue
+            size = len(message.head) + len(message.body)
+            if sent and sent + size > _WINDOW_BYTES:
+                await self._wait(connection, window)
+                stopped.update(claims[each].event.key for each in window.answers)
+                sent = 0
+                if event.key is not None and event.key in stopped:
+                    continue
+            sent += size
+            try:
+                put(window, position, message)
+            except Lost as error:
+                raise self._unavailable(error) from error
 
-    def _render(self, event: Event, largest: int) -> tuple[str, dict[str, str], bytes, int]:
-        subject = self._subject.fill(event)
-        if _BAD_SUBJECT.search(subject) or subject.startswith(_RESERVED):
-            raise Refused(f"Subject {subject!r} cannot be published to: expected words with dots between them")
-        headers, _, body = self._form.render(event)
-        names, values = "".join(headers), "".join(headers.values())
-        if not _HEADER_NAMES.fullmatch(names) or "" in headers or "nats-" in names.lower():
-            _refuse_name(headers)
-        if "\n" in values or "\r" in values:
-            raise Refused(f"Header {_find_broken(headers)!r} cannot be sent: expected one line of text")
-        identity = str(event.id)
-        if self._overtaken and event.id in self._overtaken:
-            identity += f"-{self._overtaken[event.id]}"
-        headers[MESSAGE_ID] = identity
-        try:
-            text = len(names) + (len(values) if values.isascii() else len(values.encode()))
-            line = len(subject) if subject.isascii() else len(subject.encode())
-        except UnicodeEncodeError as error:
-            raise Refused(f"Event {event.id} has a subject or header that is no text: {error}") from None
-        if line > _SUBJECT_BYTES:
-            raise Refused(f"Subject {subject[:80]!r}… has {line} bytes: expected at most {_SUBJECT_BYTES}")
-        size = len(body) + _HEADER_FRAME + text + len(MESSAGE_ID) + len(identity) + _HEADER_LINE * len(headers)
-        if size > largest:
-            raise Refused(f"The message has {size} bytes with its headers: the server takes at most {largest}")
-        return subject, headers, body, size
+    def _find_suffix(self, event: Event) -> str:
+        again = self._overtaken.get(event.id) if self._overtaken else None
+        return "" if again is None else f"-{again}"
 
     async def _wait(self, connection: Connection, window: Window) -> None:
         limit = asyncio.timeout(self._timeout)
         try:
             async with limit:
-                await window.wait()
+                await connection.wait(window)
         except Lost as error:
             raise self._unavailable(error) from error
         except TimeoutError:
@@ -252,7 +225,7 @@ class NatsSink:
         lost: dict[str, list[int]] = {}
         for position, answer in window.answers.items():
             if not isinstance(answer, Forbidden) and _is_unheard(answer):
-                lost.setdefault(self._subject.fill(claims[position].event), []).append(position)
+                lost.setdefault(self._form.name_subject(claims[position].event), []).append(position)
                 continue
             try:
                 outcomes[position] = self._judge_answer(answer)
@@ -345,15 +318,3 @@ def _judge_other(answer: Msg) -> Outcome:
         if isinstance(acknowledgement, dict) and {"stream", "seq"} <= acknowledgement.keys():
             return DELIVERED
     return Retry(f"Expected JetStream's acknowledgement, got {bytes(answer.data[:100])!r}; who answers there?")
-
-
-def _refuse_name(headers: dict[str, str]) -> None:
-    for name in headers:
-        if not name or not _HEADER_NAMES.fullmatch(name):
-            raise Refused(f"Header {name!r} cannot be sent: expected a name of letters, digits and -._")
-        if name.lower().startswith("nats-"):
-            raise Refused(f"Header {name!r} is an order to the server: expected a name that does not begin with Nats-")
-
-
-def _find_broken(headers: dict[str, str]) -> str:
-    return next(name for name, value in headers.items() if "\n" in value or "\r" in value)

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from pillarbox.errors import MissingExtra
 from pillarbox.retry import describe_error
+from pillarbox.sinks.nats_message import NatsMessage
 
 try:
     import nats.errors
@@ -36,12 +37,12 @@ class Lost(Exception):
 
 
 class Window:
-    """Messages of one batch on their way: which are stored, which got another answer, which wait."""
+    """Messages of one batch on their way: which are stored, which got another answer, how many wait."""
 
     def __init__(self) -> None:
         self.stored: list[int] = []
         self.answers: dict[int, Msg | Forbidden] = {}
-        self.waiting: set[str] = set()
+        self.waiting = 0
         self._settled: asyncio.Future[None] | None = None
         self._lost: Lost | None = None
 
@@ -53,8 +54,8 @@ class Window:
             self._settled = asyncio.get_running_loop().create_future()
             await self._settled
 
-    def settle(self, number: str) -> None:
-        self.waiting.discard(number)
+    def settle_one(self) -> None:
+        self.waiting -= 1
         if not self.waiting and self._settled is not None and not self._settled.done():
             self._settled.set_result(None)
 
@@ -76,10 +77,26 @@ class Forbidden:
 
 
 class _Client(Client):
-    """The client with the two things that its public methods lack."""
+    """The client with what its public methods lack.
+
+    Its `publish` makes the header anew line by line: with our few headers that is most of a message's cost.
+    """
 
     def is_encrypted(self) -> bool:
         return bool(self._server_info.get("tls_required"))
+
+    def put(self, command: bytes) -> None:
+        """Put a command behind those to be sent; `push` sends them."""
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+
+    async def push(self) -> None:
+        await self._flush_pending()
+
+    async def _process_op_err(self, e: Exception) -> None:
+        # It would write its buffer to the lost connection, fail, and tell nobody.
+        self.abort()
+        await super()._process_op_err(e)
 
     def abort(self) -> None:
         """Break the connection without sending what waits in the buffers."""
@@ -148,23 +165,28 @@ class Connection:
         finally:
             request.cancel()
 
-    async def publish(self, window: Window, position: int, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        """Hand one message over; its answer goes to the window. Never waits for the network."""
+    def put(self, window: Window, position: int, message: NatsMessage) -> None:
+        """Put one message behind those to be sent; its answer goes to the window."""
+        if self.lost is not None:
+            raise self.lost
+        subject, head, body = message
         number = str(next(self._numbers))
         self._waiting[number] = (window, position, subject)
-        window.waiting.add(number)
-        try:
-            await self.client.publish(subject, body, self._inbox + number, headers)
-        except BaseException:
-            del self._waiting[number]
-            window.waiting.discard(number)
-            raise
+        window.waiting += 1
+        size = len(head)
+        line = f"HPUB {subject} {self._inbox}{number} {size} {size + len(body)}\r\n"
+        self.client.put(b"".join((line.encode(), head, body, b"\r\n")))
+
+    async def wait(self, window: Window) -> None:
+        """Send what was put, and return when every message of the window has its answer; raises `Lost`."""
+        await self.client.push()
+        await window.wait()
 
     def forget(self, window: Window) -> bool:
         """Wait no more for the window's answers; returns whether any was missing."""
-        for number in window.waiting:
-            self._waiting.pop(number, None)
-        return bool(window.waiting)
+        for number in [number for number, entry in self._waiting.items() if entry[0] is window]:
+            del self._waiting[number]
+        return window.waiting > 0
 
     @property
     def is_idle(self) -> bool:
@@ -193,7 +215,7 @@ class Connection:
             window.stored.append(position)
         else:
             window.answers[position] = message
-        window.settle(number)
+        window.settle_one()
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
@@ -219,7 +241,7 @@ class Connection:
         for number, (window, position, sent) in suspects.items():
             del self._waiting[number]
             window.answers[position] = Forbidden(sent, is_sure=len(spellings) == 1)
-            window.settle(number)
+            window.settle_one()
 
     async def _on_close(self) -> None:
         self._lose(Lost(describe_error(self.client.last_error or self._last_error or ConnectionError("closed"))))
