@@ -294,6 +294,8 @@ class NatsSink:
 
     def _unavailable(self, error: BaseException) -> SinkUnavailable:
         text = str(error) if isinstance(error, Lost) else describe_error(error)
+        if isinstance(error, TimeoutError):
+            text = f"no answer within {self._timeout:g} s"
         return SinkUnavailable(f"Sink {self.name}: {text}")
 
 

@@ -105,6 +105,8 @@ class _Client(Client):
         writer = getattr(self._transport, "_io_writer", None)
         if writer is not None:
             writer.transport.abort()
+        # There is nothing left to close; after a failed handshake the client would wait for that for ever.
+        self._transport = None
 
 
 class Connection:
@@ -196,13 +198,14 @@ class Connection:
         """Break the connection; nothing that was not sent yet is sent. Whoever waits gets the reason."""
         self._lose(reason)
         self.client.abort()
-        with suppress(OSError, nats.errors.Error):
-            await self.client.close()
+        await self.close()
 
     async def close(self) -> None:
         self._lose(Lost("closed"))
         with suppress(OSError, nats.errors.Error):
             await self.client.close()
+        # The client has cancelled its tasks: let them end.
+        await asyncio.sleep(0)
 
     async def _on_answer(self, message: Msg) -> None:
         number = message.subject[len(self._inbox) :]

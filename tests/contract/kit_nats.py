@@ -71,19 +71,10 @@ def ask(url: str, subject: str, request: Any = None) -> Any:
 
 
 @contextmanager
-def connect(url: str, *, secure: Any = None) -> Iterator[RawClient]:
-    """A connection to the server of a url; `secure` makes TLS out of a socket."""
+def connect(url: str) -> Iterator[RawClient]:
     parts = urlsplit(url)
-    with socket.create_connection((str(parts.hostname), parts.port or 4222), timeout=30) as plain:
-        # The server speaks first, in plain text even where it wants TLS.
-        greeting = b""
-        while not greeting.endswith(b"\r\n"):
-            greeting += plain.recv(1)
-        with secure(plain) if secure else plain as connection:
-            login = {"auth_token": parts.username}
-            if parts.password is not None:
-                login = {"user": parts.username, "pass": parts.password}
-            yield RawClient(connection, login)
+    with socket.create_connection((str(parts.hostname), parts.port or 4222), timeout=30) as connection:
+        yield RawClient(connection, {"user": parts.username, "pass": parts.password})
 
 
 class RawClient:
