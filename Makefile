@@ -1,6 +1,12 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format bench services services-stop constraints clean
 
+# Much of a test's time is waiting for servers: one process more than there are cores keeps them busy.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+
+# Tests start many interpreters; without compiled modules each of them takes a second longer.
+unexport PYTHONDONTWRITEBYTECODE
+
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
@@ -9,7 +15,7 @@ demo: ## See it work: needs Python 3.11 or newer, nothing else
 	@.venv/bin/pillarbox demo
 
 test: services ## Run the tests on real databases and brokers; make test ARGS='-k claim'
-	.venv/bin/pytest $(ARGS)
+	.venv/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: .venv ## Lint, formatting, types and the direction of imports
 	.venv/bin/ruff check .

@@ -42,13 +42,6 @@ HOLD = ("--claim", "hold", "--batch-size", "1")
 """A relay holds rows from its first batch on when that is as large as its batches get."""
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    started = Launcher()
-    yield started
-    started.close()
-
-
 @pytest.fixture
 def start_relay(launcher: Launcher, tmp_path: Path) -> Iterator[StartRelay]:
     with relay_processes(launcher, tmp_path) as start:

@@ -17,6 +17,7 @@ from pillarbox.layouts import get_layout
 from pillarbox.routing import FanOut, Route, Routes, check_fan_out
 from pillarbox.sinks.memory import MemorySink
 from pillarbox.stores import Counts, Filter, Settlement
+from pillarbox.stores.sql import SqlStore
 from tests.contract.stores import Database
 
 DATABASES = ["postgres", "mariadb", "mysql", "sqlite"]
@@ -35,14 +36,17 @@ def put(database: Database, *events: Event) -> None:
         database.outbox.put(db, *events)
 
 
+def quick_breaker(name: str) -> Breaker:
+    return Breaker(name, first=timedelta(milliseconds=20), cap=timedelta(milliseconds=100))
+
+
 def make_group(database: Database, sinks: dict[str, MemorySink], routes: Routes, **options) -> RelayGroup:
-    quick = {"first": timedelta(milliseconds=20), "cap": timedelta(milliseconds=100)}
     return route_relays(
         lambda sink: database.outbox.store(database.url, sink=sink),
         sinks,
         routes,
         make_relay=lambda store, sink, hook: Relay(
-            store, sink, hook=hook, breaker=Breaker(sink.name, **quick), poll=timedelta(milliseconds=50), **options
+            store, sink, hook=hook, breaker=quick_breaker(sink.name), poll=timedelta(milliseconds=50), **options
         ),
     )
 
@@ -291,7 +295,9 @@ async def test_counts_and_dead_letters_are_each_sinks_own(database):
     async with make_group(database, sinks, BOTH) as group:
         remains = await group.drain()
         assert remains == {"fan-out": Counts(), "a": Counts(), "b": Counts(dead=1)}
-        assert {"", "a", "b"} <= set(await group.relays["b"].store.sinks())
+        store = group.relays["b"].store
+        assert isinstance(store, SqlStore)
+        assert {"", "a", "b"} <= set(await store.sinks())
 
 
 def test_table_without_a_column_for_the_sink_is_refused():

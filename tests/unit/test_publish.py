@@ -33,7 +33,10 @@ class Client:
         ack: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if isinstance(answer, asyncio.TimeoutError):
             return ack  # never
-        asyncio.get_running_loop().call_soon(ack.set_result if answer is None else ack.set_exception, answer)
+        if answer is None:
+            asyncio.get_running_loop().call_soon(ack.set_result, None)
+        else:
+            asyncio.get_running_loop().call_soon(ack.set_exception, answer)
         return ack
 
 
@@ -95,8 +98,8 @@ async def test_outage_in_an_acknowledgement_blames_no_message():
 
 
 async def test_missing_acknowledgement_is_an_outage():
-    client = Client(j1=asyncio.TimeoutError())
-    with pytest.raises(SinkUnavailable, match="Sink test: no acknowledgement within 0.05 s") as outage:
+    client = Client(j1=TimeoutError())
+    with pytest.raises(SinkUnavailable, match=r"Sink test: no acknowledgement within 0.05 s") as outage:
         await send(client, "k1", "j1", "j2", timeout=0.05)
     assert outage.value.outcomes == [DELIVERED, RELEASED, RELEASED]
 
@@ -110,7 +113,7 @@ async def test_timeout_of_the_clients_own_is_judged_like_any_error():
 
 
 async def test_cancellation_is_passed_on_and_forgets_what_is_not_acknowledged():
-    client = Client(k1=asyncio.TimeoutError())
+    client = Client(k1=TimeoutError())
     sending = asyncio.create_task(send(client, "k1"))
     while not client.sent:
         await asyncio.sleep(0)
