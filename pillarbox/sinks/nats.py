@@ -40,8 +40,7 @@ _OVERTAKEN: Final = 10_000
 _TOO_LARGE: Final = 10054
 _SEALED: Final = 10109
 _NOT_STORED: Final = 10077
-# No room, no leader, not enabled: whatever the message.
-_STATES: Final = frozenset({10002, 10008, 10009, 10023, 10028, 10035, 10039, 10047, 10076})
+_ACCOUNT_FULL: Final = 10002
 
 
 class NatsSink:
@@ -253,7 +252,8 @@ class NatsSink:
             return Dead(shown)
         if code == _NOT_STORED and "per subject" in text:
             return Retry(shown)
-        if code in _STATES or code == _NOT_STORED or int(error.get("code") or 0) >= 500:
+        # No room, no leader, not enabled: whatever the message.
+        if code == _ACCOUNT_FULL or int(error.get("code") or 0) >= 500:
             raise SinkUnavailable(f"Sink {self.name}: {shown}")
         return Retry(shown)
 

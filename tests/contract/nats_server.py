@@ -18,7 +18,7 @@ class AccountsServer(NatsServer):
     """Users with few rights, each with its name as its password.
 
     `poor` has no JetStream. `guest` may ask the JetStream of the others, but what it publishes reaches no stream.
-    `silent` may not ask JetStream, `deaf` hears nothing but `_reply.>`.
+    `small` has room for little. `silent` may not ask JetStream, `deaf` hears nothing but `_reply.>`.
     """
 
     name = "nats-accounts"
@@ -34,6 +34,10 @@ accounts {
       { user: silent, password: silent, permissions: { publish: { deny: "$JS.API.>" } } }
       { user: deaf, password: deaf, permissions: { subscribe: "_reply.>" } }
     ]
+  }
+  small {
+    jetstream: { max_mem: 0, max_file: 10K }
+    users = [{ user: small, password: small }]
   }
   poor { users = [{ user: poor, password: poor }] }
   guest {

@@ -83,8 +83,9 @@ async def test_lost_connection_leaves_nothing_that_could_send_later(broker, make
     sending = asyncio.create_task(sink.deliver([named_claim("a", "k"), named_claim("b", "k")]))
     await asyncio.sleep(0)
     await asyncio.to_thread(broker.kill)
-    with pytest.raises(SinkUnavailable) as outage:
-        await sending
+    async with asyncio.timeout(10):
+        with pytest.raises(SinkUnavailable) as outage:
+            await sending
     assert outage.value.outcomes == [RELEASED, RELEASED]
     assert asyncio.all_tasks() == {asyncio.current_task()}
     broker.start()
@@ -133,6 +134,7 @@ async def test_server_that_does_not_answer_the_check_is_down(broker, make_sink):
     broker.pause()
     with pytest.raises(SinkUnavailable, match=r"no answer within 0\.3 s"):
         await sink.check()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     broker.resume()
     await sink.check()
 
@@ -160,6 +162,17 @@ async def test_account_without_jetstream_is_an_outage_not_a_bad_subject(accounts
     with pytest.raises(SinkUnavailable) as outage:
         await sink.deliver([named_claim("a")])
     assert outage.value.outcomes == [RELEASED]
+
+
+async def test_full_account_is_an_outage(accounts, make_sink):
+    place = make_place()
+    make_stream(login(accounts, "small"), place, subjects=[f"{place}.x"])
+    sink = make_sink(login(accounts, "small"), subject=f"{place}.x")
+    claims = [named_claim("a"), *(with_fields(named_claim("b"), payload=b"x" * 9_000) for _ in range(3))]
+    with pytest.raises(SinkUnavailable, match="resource limits exceeded for account") as outage:
+        await sink.deliver(claims)
+    assert outage.value.outcomes[0] == DELIVERED
+    assert outage.value.outcomes[-1] == RELEASED
 
 
 async def test_stream_that_exists_and_does_not_answer_is_an_outage(accounts, make_sink):
