@@ -28,6 +28,8 @@ except ImportError as error:
 
 T = TypeVar("T")
 
+# So many messages are made before the server gets them.
+_PUSH: Final = 50
 _STORED: Final = b'{"stream":'
 _FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 
@@ -90,8 +92,12 @@ class _Client(Client):
         self._pending.append(command)
         self._pending_data_size += len(command)
 
-    async def push(self) -> None:
-        await self._flush_pending()
+    def push(self) -> None:
+        """Send what was put at once, not when the client's own task comes round: the server can begin meanwhile."""
+        if self._pending and self._transport is not None:
+            self._transport.writelines(self._pending)
+            self._pending = []
+            self._pending_data_size = 0
 
     async def _process_op_err(self, e: Exception) -> None:
         # It would write its buffer to the lost connection, fail, and tell nobody.
@@ -178,10 +184,12 @@ class Connection:
         size = len(head)
         line = f"HPUB {subject} {self._inbox}{number} {size} {size + len(body)}\r\n"
         self.client.put(b"".join((line.encode(), head, body, b"\r\n")))
+        if not window.waiting % _PUSH:
+            self.client.push()
 
     async def wait(self, window: Window) -> None:
         """Send what was put, and return when every message of the window has its answer; raises `Lost`."""
-        await self.client.push()
+        self.client.push()
         await window.wait()
 
     def forget(self, window: Window) -> bool:
