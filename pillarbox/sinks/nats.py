@@ -17,7 +17,7 @@ from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry
 from pillarbox.retry import describe_error
 from pillarbox.sinks.message import DEFAULT_SOURCE, MessageForm
-from pillarbox.sinks.nats_connection import Connection, Forbidden, Lost, Window
+from pillarbox.sinks.nats_connection import Answer, Connection, Forbidden, Lost, Window
 from pillarbox.sinks.nats_message import NatsForm
 from pillarbox.sinks.nats_options import Stream, read_nats_url
 from pillarbox.sinks.order import release_successors
@@ -26,7 +26,6 @@ from pillarbox.sinks.templates import Template
 from pillarbox.sinks.url import SinkUrl
 
 try:
-    from nats.aio.msg import Msg
     from nats.errors import Error as ClientError
     from nats.js import JetStreamContext
     from nats.js.errors import NotFoundError
@@ -223,7 +222,7 @@ class NatsSink:
         outage: SinkUnavailable | None = None
         lost: dict[str, list[int]] = {}
         for position, answer in window.answers.items():
-            if not isinstance(answer, Forbidden) and _is_unheard(answer):
+            if isinstance(answer, Answer) and answer.is_unheard:
                 lost.setdefault(self._form.name_subject(claims[position].event), []).append(position)
                 continue
             try:
@@ -238,7 +237,7 @@ class NatsSink:
                 outcomes[position] = Dead(f"No stream takes subject {subject!r}")
         return outage
 
-    def _judge_answer(self, answer: Msg | Forbidden) -> Outcome:
+    def _judge_answer(self, answer: Answer | Forbidden) -> Outcome:
         if isinstance(answer, Forbidden):
             text = f"This user may not publish to {answer.subject!r}"
             return Dead(text) if answer.is_sure else Retry(f"{text}, or to one that differs by case alone")
@@ -309,14 +308,10 @@ async def _find_stream(jetstream: JetStreamContext, subject: str) -> str | None:
         raise
 
 
-def _is_unheard(answer: Msg) -> bool:
-    return not answer.data and (answer.headers or {}).get("Status") == "503"
-
-
-def _judge_other(answer: Msg) -> Outcome:
+def _judge_other(answer: Answer) -> Outcome:
     """Another subscriber of the subject may answer before the stream does: that is no acknowledgement."""
     with suppress(ValueError, TypeError):
         acknowledgement = json.loads(answer.data)
         if isinstance(acknowledgement, dict) and {"stream", "seq"} <= acknowledgement.keys():
             return DELIVERED
-    return Retry(f"Expected JetStream's acknowledgement, got {bytes(answer.data[:100])!r}; who answers there?")
+    return Retry(f"Expected JetStream's acknowledgement, got {answer.data[:100]!r}; who answers there?")
