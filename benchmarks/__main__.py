@@ -6,7 +6,19 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, layouts, put, relay, sink_http, sink_kafka, sink_rabbitmq, sink_sql, sinks, sqlite
+from benchmarks import (
+    latency,
+    layouts,
+    put,
+    relay,
+    sink_http,
+    sink_kafka,
+    sink_nats,
+    sink_rabbitmq,
+    sink_sql,
+    sinks,
+    sqlite,
+)
 
 BENCHMARKS = {
     function.__name__: function
@@ -26,6 +38,7 @@ BENCHMARKS = {
         *sink_rabbitmq.BENCHMARKS,
         *sink_sql.BENCHMARKS,
         *sink_kafka.BENCHMARKS,
+        *sink_nats.BENCHMARKS,
     )
 }
 

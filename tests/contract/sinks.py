@@ -27,6 +27,7 @@ from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
 from tests.contract.kit_http import HttpBatchKit, HttpKit
 from tests.contract.kit_kafka import KafkaKit, KafkaTransactionsKit
+from tests.contract.kit_nats import NatsKit
 from tests.contract.kit_rabbitmq import RabbitmqKit
 from tests.contract.kit_redis import RedisKit
 from tests.contract.kit_sql import SQL_KITS
@@ -209,6 +210,7 @@ KITS: dict[str, Any] = {
     "rabbitmq": RabbitmqKit,
     "kafka": KafkaKit,
     "kafka transactions": KafkaTransactionsKit,
+    "nats": NatsKit,
     "redis": RedisKit,
     "http": HttpKit,
     "http-batch": HttpBatchKit,

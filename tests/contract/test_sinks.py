@@ -57,8 +57,8 @@ async def test_event_delivered_again_is_delivered_without_arriving_again(kit):
 @sinks_that("arrives", unless="takes once")
 async def test_event_delivered_again_arrives_again(kit):
     again = claim("a")
-    await kit.sink.deliver([again])
-    await kit.sink.deliver([again])
+    assert await kit.sink.deliver([again]) == [DELIVERED]
+    assert await kit.sink.deliver([again]) == [DELIVERED]
     assert kit.arrived() == ["a", "a"]
 
 
