@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, layouts, put, relay, sinks, sqlite
+from benchmarks import latency, layouts, put, relay, sink_redis, sqlite
 
 BENCHMARKS = {
     function.__name__: function
@@ -21,7 +21,7 @@ BENCHMARKS = {
         sqlite.sqlite_drain,
         relay.relay_memory,
         *layouts.BENCHMARKS,
-        *sinks.BENCHMARKS,
+        *sink_redis.BENCHMARKS,
     )
 }
 
