@@ -30,7 +30,7 @@ try:
     from redis.asyncio.retry import Retry as ClientRetry
     from redis.backoff import NoBackoff
 
-    from pillarbox.sinks.redis_batch import ClusterLink, Command, ServerLink, Words
+    from pillarbox.sinks.redis_batch import FAILURES, ClusterLink, Command, ServerLink, Words, name_timeout
 except ImportError as error:
     raise MissingExtra("Redis", "redis") from error
 
@@ -60,7 +60,7 @@ _DOWN: Final = (
     exceptions.TryAgainError,
     OSError,
 )
-_STATES: Final = ("MISCONF", "NOREPLICAS", "BUSY ", "UNKILLABLE", "NOAUTH", "NOTREADY")
+_STATES: Final = ("MISCONF", "NOREPLICAS", "BUSY ")
 
 
 class RedisSink:
@@ -121,8 +121,8 @@ class RedisSink:
     async def check(self) -> None:
         try:
             await self._link.check(deadline=self._deadline())
-        except (exceptions.RedisError, OSError) as error:
-            raise self._unavailable(error) from error
+        except FAILURES as error:
+            raise self._unavailable(name_timeout(error)) from error
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         outcomes: list[Outcome] = [RELEASED] * len(claims)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 from hiredis import pack_command
 from redis import exceptions
@@ -30,9 +30,11 @@ class Command(NamedTuple):
         return cls(words, pack_command(words))
 
 
-_FAILURES = (exceptions.RedisError, OSError, TimeoutError)
+FAILURES: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
+"""What a client raises; a time that is over is an `OSError` as well."""
+
 # MOVED is a kind of ASK there.
-_REDIRECTIONS = (exceptions.AskError, exceptions.TryAgainError)
+_REDIRECTIONS: Final = (exceptions.AskError, exceptions.TryAgainError)
 
 
 class ServerLink:
@@ -48,8 +50,8 @@ class ServerLink:
         try:
             async with asyncio.timeout_at(deadline):
                 await self._exchange(packed, len(commands), answers)
-        except _FAILURES as error:
-            answers += [_name_timeout(error)] * (len(commands) - len(answers))
+        except FAILURES as error:
+            answers += [name_timeout(error)] * (len(commands) - len(answers))
         return answers
 
     async def _exchange(self, packed: bytes, count: int, answers: list[Any]) -> None:
@@ -88,8 +90,8 @@ class ClusterLink:
             async with asyncio.timeout_at(deadline):
                 await self._learn_nodes()
                 parts = self._split(commands)
-        except _FAILURES as error:
-            return [_name_timeout(error)] * len(commands)
+        except FAILURES as error:
+            return [name_timeout(error)] * len(commands)
         await asyncio.gather(*(_send_part(node, part, deadline) for node, part in parts.items()))
         sent = sorted((command for part in parts.values() for command in part), key=lambda command: command.position)
         answers = [command.result for command in sent]
@@ -98,7 +100,7 @@ class ClusterLink:
                 await self._follow(commands, answers)
         except TimeoutError:
             pass  # what was not sent again keeps its redirection as the answer
-        self._is_stale = any(isinstance(answer, _FAILURES) for answer in answers)
+        self._is_stale = any(isinstance(answer, FAILURES) for answer in answers)
         return answers
 
     async def check(self, *, deadline: float) -> None:
@@ -136,7 +138,7 @@ class ClusterLink:
             if command.words[1] in moved:
                 try:
                     answers[position] = await self._client.execute_command(*command.words)
-                except _FAILURES as error:
+                except FAILURES as error:
                     answers[position] = error
 
 
@@ -144,11 +146,12 @@ async def _send_part(node: ClusterNode, part: list[PipelineCommand], deadline: f
     try:
         async with asyncio.timeout_at(deadline):
             await node.execute_pipeline(part)
-    except _FAILURES as error:
+    except FAILURES as error:
         for command in part:
             if isinstance(command.result, exceptions.ConnectionError):
-                command.result = _name_timeout(error)
+                command.result = name_timeout(error)
 
 
-def _name_timeout(error: Exception) -> Exception:
+def name_timeout(error: Exception) -> Exception:
+    """Return the error, or one with a message when the deadline passed."""
     return exceptions.TimeoutError("No answer in time") if type(error) is TimeoutError else error

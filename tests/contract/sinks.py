@@ -25,7 +25,7 @@ from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
-from tests.contract.kit_redis import RedisKit
+from tests.contract.kit_redis import RedisClusterKit, RedisKit
 
 FAILED = (Retry, Dead)
 
@@ -203,6 +203,7 @@ KITS: dict[str, Any] = {
     "memory": MemoryKit,
     "callable": CallableKit,
     "redis": RedisKit,
+    "redis-cluster": RedisClusterKit,
 }
 
 
