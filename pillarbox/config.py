@@ -32,7 +32,7 @@ from pillarbox.sinks import Sink, open_sink
 from pillarbox.sinks.url import mask_url
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store, parse_store_url
-from pillarbox.topology import TABLES, RouteConfig, read_routes, read_unmatched, routes_of
+from pillarbox.topology import TABLES, RouteConfig, read_routes, read_routing, routes_of
 from pillarbox.values import (
     Given,
     Read,
@@ -122,6 +122,7 @@ class Config:
     sinks: Mapping[str, SinkConfig] = field(default_factory=dict)
     routes: Sequence[RouteConfig] = ()
     unmatched: str = "dead"
+    routing_table: str | None = None
     relay: RelayConfig = RelayConfig()
     outbox: OutboxConfig = OutboxConfig()
     retry: RetryPolicy = field(default_factory=Exponential)
@@ -194,22 +195,38 @@ class Config:
             return RelayGroup({f"{prefix}{sink.name}": self.make_relay(self.open_store(), sink, hook=hook)})
         routes = routes_of(self.store_name, self.routes, self.unmatched)
 
-        def open_part(recipient: str) -> SqlStore:
-            part = self.choose_recipient(recipient)
-            # What was routed on is not kept: its copies are.
-            return (part if recipient else replace(part, relay=replace(self.relay, retention=None))).open_store()
-
-        sinks = {each: self.sinks[each].open(each) for each in routes.sinks}
         if self.store.recipient is not None:
             raise ConfigError(f"[store] recipient: routes decide who gets a row; leave {self.store.recipient!r} out")
+        into = self._make_routing_outbox()
+
+        def open_part(recipient: str) -> SqlStore:
+            if not recipient:
+                # What was routed on is not kept: its copies are.
+                return replace(self, relay=replace(self.relay, retention=None)).open_store()
+            part = self.choose_recipient(recipient)
+            if into is not None:
+                part = replace(part, store=replace(part.store, layout="pillarbox", table=into.table.name, topics=None))
+            return part.open_store()
+
+        sinks = {each: self.sinks[each].open(each) for each in routes.sinks}
         return route_relays(
             open_part,
             sinks,
             routes,
             make_relay=lambda store, sink, hook: self.make_relay(store, sink, hook=hook),
+            into=into,
             prefix=prefix,
             hook=hook,
         )
+
+    def _make_routing_outbox(self) -> Outbox | None:
+        """The outbox that events of another system's table are routed into."""
+        if self.routing_table is None:
+            return None
+        layout = self.get_layout()
+        if layout.order is not None:
+            raise ConfigError(f"[routing] table: layout {layout.name!r} routes within its own table; leave it out")
+        return Outbox(sa.MetaData(), table=self.routing_table, schema=self.store.schema)
 
     def make_outbox(self, metadata: sa.MetaData) -> Outbox:
         """Declare the configured tables on `metadata`, for an application that puts events into them."""
@@ -268,13 +285,15 @@ def load_config(
     chosen = source.choose_store(stores)
     routes = read_routes(source.filled("routes"), source.name, sinks=list(sinks), stores=list(stores))
     _check_routes(source, sinks, routes)
+    unmatched, routing_table = read_routing(source.filled("routing"), source.name, sinks=list(sinks))
     config = Config(
         store=_make_store(source),
         sink=_make_sink(source),
         stores={name: _make_store(each) for name, each in stores.items()},
         sinks={name: _make_sink(each) for name, each in sinks.items()},
         routes=routes,
-        unmatched=read_unmatched(source.filled("routing"), source.name, sinks=list(sinks)),
+        unmatched=unmatched,
+        routing_table=routing_table,
         relay=RelayConfig(**source.read("relay")),
         outbox=OutboxConfig(**source.read("outbox")),
         retry=_make_retry(source),

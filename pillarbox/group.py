@@ -13,6 +13,7 @@ from typing import Self
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import Claim, Outcome
 from pillarbox.hooks import Hook
+from pillarbox.outbox import Outbox
 from pillarbox.relay import Relay
 from pillarbox.routing import FanOut, Routes
 from pillarbox.sinks import Sink
@@ -126,19 +127,21 @@ def route_relays(
     make_relay: Callable[[SqlStore, Sink, Hook | None], Relay] = lambda store, sink, hook: Relay(
         store, sink, hook=hook
     ),
+    into: Outbox | None = None,
     prefix: str = "",
     hook: Hook | None = None,
 ) -> RelayGroup:
     """The relays that deliver one outbox to several sinks: a fan-out, and one relay a sink.
 
     `open_store` makes the store for the rows of one sink; the fan-out's are those of "". `make_relay` makes a relay
-    with the options of your choice. `prefix` goes before the relays' names.
+    with the options of your choice. Where the outbox is a table of another system, `into` is one of ours in the same
+    database, whose stores `open_store` then makes for the sinks. `prefix` goes before the relays' names.
     """
     missing = [name for name in routes.sinks if name not in sinks]
     if missing:
         raise ConfigError(f"Routes: there is no sink {missing[0]!r}; expected {', '.join(sinks) or 'a sink'}")
     relays = {prefix + name: make_relay(open_store(name), sinks[name], hook) for name in routes.sinks}
     source = open_store("")
-    fan_out = make_relay(source, FanOut(source, routes), Waking(list(relays.values()), hook))
+    fan_out = make_relay(source, FanOut(source, routes, into=into), Waking(list(relays.values()), hook))
     fed = list(relays)
     return RelayGroup({f"{prefix}fan-out": fan_out, **relays}, feeds={f"{prefix}fan-out": fed})

@@ -1,19 +1,21 @@
 """Which event goes to which sinks, and the fan-out that gives each sink rows of its own.
 
-A fan-out is an ordinary relay whose sink writes to the source's own database: it copies a row once for each sink the
-routes name, in the transaction that settles the original. From then on every sink has its own progress: relays claim
+A fan-out is an ordinary relay whose sink writes to the source's own database: a row for each sink that the routes
+name, in the transaction that settles the original. From then on every sink has its own progress: relays claim
 the rows of one sink, and a destination that is down stops nobody else and repeats nothing.
 
-Crash before that transaction commits, and the original is routed again; after it, the copies are there. A copy that is
-there already stays: each event is unique within a sink.
+Crash before that transaction commits, and the original is routed again; after it, the new rows are there. One
+that is there already stays: each event is unique within a sink.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from fnmatch import translate as translate_pattern
 from typing import Any, Final
 
@@ -21,9 +23,11 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from pillarbox.errors import ConfigError, Unsupported
-from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Event, Outcome
+from pillarbox.event import DELIVERED, LIMITS, Claim, Dead, Delivered, Event, Outcome
 from pillarbox.layouts import Layout
+from pillarbox.outbox import Outbox
 from pillarbox.stores import Effect
+from pillarbox.stores.dialect import is_mysql
 from pillarbox.stores.sql import SqlStore
 from pillarbox.wakeup import channel_name
 
@@ -123,18 +127,33 @@ def _check_sink_name(name: object, what: str) -> None:
 
 
 class FanOut:
-    """The sink that copies events to the rows of their sinks, within the outbox they are in."""
+    """The sink that gives events to their sinks: as rows of the outbox they are in, or of an outbox beside it.
+
+    The table of another system cannot say which sink a row is for. Its events go `into` an outbox of ours in the same
+    database, in the transaction that settles the originals.
+    """
 
     is_quick: bool = True
 
-    def __init__(self, store: SqlStore, routes: Routes) -> None:
-        check_fan_out(store.layout)
+    def __init__(self, store: SqlStore, routes: Routes, *, into: Outbox | None = None) -> None:
+        if into is None and store.layout.order is None:
+            raise Unsupported(
+                f"Layout {store.layout.name!r}: its table has no column for the sink. Make an outbox of layout "
+                "'pillarbox' in the same database and name it: [routing] table"
+            )
+        if into is not None and into.layout.order is None:
+            raise Unsupported(
+                f"Routes: expected to route into an outbox of layout 'pillarbox', got {into.layout.name!r}"
+            )
         self.name = "fan-out"
         self.dropped = 0
         """How many events had no route and were dropped."""
         self._routes = routes
         self._store = store
-        self._copies: dict[str, Any] = {}
+        self._into = into
+        self._layout = store.layout if into is None else into.layout
+        self._outbox = store.tables["outbox"] if into is None else into.table
+        self._statements: dict[str, Any] = {}
 
     async def open(self) -> None:
         pass
@@ -149,13 +168,21 @@ class FanOut:
         return [self._decide(claim.event) for claim in claims]
 
     def _decide(self, event: Event) -> Outcome:
-        if self._routes.match(event) is None:
+        sinks = self._routes.match(event)
+        if sinks is None:
             return Dead(f"No route matches topic {event.topic!r} and type {event.type!r}. Add a route, then redrive.")
+        if self._into is not None and sinks:
+            for name, limit in LIMITS.items():
+                value = getattr(event, name)
+                if value is not None and len(value) > limit:
+                    return Dead(
+                        f"Table {self._outbox.fullname!r}: at most {limit} characters of {name}, got {len(value)}"
+                    )
         return DELIVERED
 
     def effect(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> Effect:
-        """What must commit with the settlement: the copies."""
-        rows: dict[str, list[Any]] = defaultdict(list)
+        """What must commit with the settlement: the rows for each sink."""
+        chosen: dict[str, list[Claim]] = defaultdict(list)
         dropped = counted = 0
         for claim, outcome in zip(claims, outcomes, strict=True):
             if not isinstance(outcome, Delivered):
@@ -163,35 +190,43 @@ class FanOut:
             sinks = self._routes.match(claim.event) or ()
             dropped += not sinks
             for sink in sinks:
-                rows[sink].append(claim.row)
+                chosen[sink].append(claim)
 
-        def copy(db: sa.Connection) -> None:
+        def write(db: sa.Connection) -> None:
             nonlocal counted
-            for sink in self._routes.sinks:
-                if rows[sink]:
-                    db.execute(self._copy(), {"to_sink": sink, "rows": sorted(rows[sink])})
-            if db.dialect.name == "postgresql" and any(rows.values()):
-                channel = channel_name(self._store.tables["outbox"], self._store.layout)
+            for sink, routed in chosen.items():
+                self._write(db, sink, routed)
+            if chosen and db.dialect.name == "postgresql":
+                channel = channel_name(self._outbox, self._layout)
                 db.execute(sa.select(sa.cast(sa.func.pg_notify(channel, ""), sa.Text)))
             # A settlement that is tried again drops nothing twice.
             self.dropped, counted = self.dropped + dropped - counted, dropped
 
-        return copy
+        return write
 
-    def _copy(self) -> Any:
-        dialect = self._store.dialect
-        if dialect not in self._copies:
-            self._copies[dialect] = build_copy(self._store.layout, self._store.tables["outbox"], dialect)
-        return self._copies[dialect]
+    def _write(self, db: sa.Connection, sink: str, claims: Sequence[Claim]) -> None:
+        dialect = db.dialect.name
+        if dialect not in self._statements:
+            build = build_copy if self._into is None else build_insert
+            self._statements[dialect] = build(self._layout, self._outbox, dialect)
+        if self._into is None:
+            params: Any = {"to_sink": sink, "rows": sorted(claim.row for claim in claims)}
+        else:
+            params = [self._row(claim.event, sink, as_hex=is_mysql(dialect)) for claim in claims]
+        db.execute(self._statements[dialect], params)
 
-
-def check_fan_out(layout: Layout) -> None:
-    """Raise `Unsupported` for a table whose rows cannot say which sink they are for."""
-    if layout.order is None:
-        raise Unsupported(
-            f"Layout {layout.name!r}: its table has no column for the sink, so events cannot be routed to several; "
-            "give one [sink], or relay it into a pillarbox outbox first"
-        )
+    def _row(self, event: Event, sink: str, *, as_hex: bool) -> dict[str, Any]:
+        order = self._layout.keyed
+        values = {column: getattr(event, name) for name, column in self._layout.fields.items()}
+        key = event.id.bytes if event.key is None else event.key.encode()
+        return {
+            **values,
+            self._layout.fields["payload"]: event.payload.hex() if as_hex else event.payload,
+            self._layout.fields["headers"]: dict(event.headers) or None,
+            self._layout.fields["created_at"]: event.created_at or datetime.now(UTC),
+            order.sink: sink,
+            order.lane: zlib.crc32(key) % order.lanes,
+        }
 
 
 def build_copy(layout: Layout, outbox: sa.Table, dialect: str) -> Any:
@@ -206,10 +241,27 @@ def build_copy(layout: Layout, outbox: sa.Table, dialect: str) -> Any:
         chosen = row.in_(sa.bindparam("rows", expanding=True))
     source = sa.select(*kept, sink.label(order.sink)).where(chosen).order_by(row)
     names = [*(column.name for column in kept), order.sink]
-    if dialect == "postgresql":
-        return postgresql.insert(outbox).from_select(names, source).on_conflict_do_nothing()
-    if dialect == "sqlite":
-        return sqlite.insert(outbox).from_select(names, source).on_conflict_do_nothing()
-    insert = mysql.insert(outbox).from_select(names, source)
-    # Not IGNORE, which would also swallow errors of other kinds.
-    return insert.on_duplicate_key_update({order.sink: sink})
+    return _keep_what_is_there(_insert(outbox, dialect).from_select(names, source), layout)
+
+
+def build_insert(layout: Layout, outbox: sa.Table, dialect: str) -> Any:
+    """The statement that inserts rows of their columns' values; what is there already stays as it is."""
+    order, payload = layout.keyed, layout.fields["payload"]
+    names = [*layout.fields.values(), order.sink, order.lane]
+    values: dict[str, Any] = {name: sa.bindparam(name, type_=outbox.c[name].type) for name in names}
+    if is_mysql(dialect):
+        # aiomysql cannot write bytes into a statement.
+        values[payload] = sa.func.unhex(sa.bindparam(payload, type_=sa.Text()))
+    return _keep_what_is_there(_insert(outbox, dialect).values(values), layout)
+
+
+def _insert(outbox: sa.Table, dialect: str) -> Any:
+    return {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(dialect, mysql.insert)(outbox)
+
+
+def _keep_what_is_there(insert: Any, layout: Layout) -> Any:
+    if isinstance(insert, mysql.Insert):
+        # Not IGNORE, which would also swallow errors of other kinds.
+        sink = insert.table.c[layout.keyed.sink]
+        return insert.on_duplicate_key_update({sink.name: sink})
+    return insert.on_conflict_do_nothing()

@@ -72,17 +72,18 @@ def _read_names(table: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def read_unmatched(document: Mapping[str, Any], where: str, *, sinks: Sequence[str]) -> str:
-    """Read `[routing] unmatched`: dead, drop, or a sink's name."""
+def read_routing(document: Mapping[str, Any], where: str, *, sinks: Sequence[str]) -> tuple[str, str | None]:
+    """Read `[routing]`: what becomes of an unmatched event (dead, drop or a sink), and the table to route into."""
     table = document.get("routing", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: expected a table [routing], got {show(table)}")
     for key in table:
-        check_known(key, ("unmatched",), f"{where}, [routing]")
+        check_known(key, ("unmatched", "table"), f"{where}, [routing]")
     unmatched = read_text(Given(table.get("unmatched", "dead"), f"{where}, [routing] unmatched"))
     if unmatched not in ("dead", "drop"):
         check_known(unmatched, ["dead", "drop", *sinks], f"{where}, [routing] unmatched", kind="choice")
-    return unmatched
+    named = table.get("table")
+    return unmatched, None if named is None else read_text(Given(named, f"{where}, [routing] table"))
 
 
 def routes_of(store: str, routes: Sequence[RouteConfig], unmatched: str) -> Routes:

@@ -6,15 +6,15 @@ import asyncio
 from collections import defaultdict
 from datetime import timedelta
 from unittest.mock import patch
+from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
 
-from pillarbox import Dead, Event, Relay, Retry, SinkUnavailable, Unsupported
+from pillarbox import Dead, Event, Outbox, Relay, Retry, SinkUnavailable, Unsupported
 from pillarbox.breaker import Breaker
 from pillarbox.group import RelayGroup, route_relays
-from pillarbox.layouts import get_layout
-from pillarbox.routing import FanOut, Route, Routes, check_fan_out
+from pillarbox.routing import FanOut, Route, Routes
 from pillarbox.sinks.memory import MemorySink
 from pillarbox.stores import Counts, Filter, Settlement
 from pillarbox.stores.sql import SqlStore
@@ -300,6 +300,79 @@ async def test_counts_and_dead_letters_are_each_sinks_own(database):
         assert {"", "a", "b"} <= set(await store.sinks())
 
 
-def test_table_without_a_column_for_the_sink_is_refused():
-    with pytest.raises(Unsupported, match="Layout 'omnibox': its table has no column for the sink"):
-        check_fan_out(get_layout("omnibox"))
+# -- a table of another system -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign(database):
+    """An Open Outbox table in the same database."""
+    metadata = sa.MetaData()
+    outbox = Outbox(metadata, "openoutbox", table=f"foreign_{uuid4().hex[:8]}")
+    metadata.create_all(database.engine)
+    yield outbox
+    metadata.drop_all(database.engine)
+
+
+def make_foreign_group(database: Database, foreign: Outbox, sinks: dict[str, MemorySink], routes: Routes) -> RelayGroup:
+    return route_relays(
+        lambda sink: database.outbox.store(database.url, sink=sink) if sink else foreign.store(database.url),
+        sinks,
+        routes,
+        into=database.outbox,
+    )
+
+
+async def test_table_of_another_system_is_routed_into_an_outbox_beside_it(database, foreign):
+    sinks = {"a": MemorySink(), "b": MemorySink()}
+    events = [
+        Event(
+            "step",
+            {"n": n},
+            key=f"k{n % 3}",
+            aggregate_type="order",
+            aggregate_id=f"k{n % 3}",
+            headers={"n": str(n)},
+        )
+        for n in range(30)
+    ]
+    with database.engine.begin() as db:
+        foreign.put(db, *events)
+        put_at = db.execute(sa.select(sa.func.min(foreign.table.c.created_at))).scalar_one()
+    async with make_foreign_group(database, foreign, sinks, BOTH) as group:
+        sinks["b"].go_down()
+        with pytest.raises(SinkUnavailable):
+            await group.drain()
+        assert len(sinks["a"].events) == 30
+        sinks["b"].come_back()
+    async with make_foreign_group(database, foreign, sinks, BOTH) as group:
+        remains = await group.drain()
+    assert (remains["a"], remains["b"]) == (Counts(), Counts())
+    for sink in sinks.values():
+        assert sorted(event.id for event in sink.events) == sorted(event.id for event in events)
+        assert {int(event.headers["n"]) for event in sink.events} == set(range(30))
+        assert {event.created_at.replace(tzinfo=None) for event in sink.events if event.created_at} >= {
+            put_at.replace(tzinfo=None)
+        }
+
+
+async def test_event_that_our_table_cannot_take_is_dead_alone(database, foreign):
+    good, long = (Event("step", {}, aggregate_type="order", aggregate_id="1") for _ in range(2))
+    carried = foreign.layout.carried["aggregate_id"]
+    with database.engine.begin() as db:
+        foreign.put(db, good, long)
+        table = foreign.table
+        db.execute(sa.update(table).where(table.c.event_id == long.id).values(headers={carried: "x" * 300}))
+    sinks = {"a": MemorySink()}
+    async with make_foreign_group(database, foreign, sinks, Routes([Route(["a"])])) as group:
+        await group.drain()
+        (record,) = await group.relays["fan-out"].store.events(Filter(), state="dead")
+    assert [event.id for event in sinks["a"].events] == [good.id]
+    assert record.error == f"Table {database.table!r}: at most 255 characters of aggregate_id, got 300"
+
+
+def test_table_without_a_column_for_the_sink_needs_an_outbox_to_route_into():
+    store = Outbox(sa.MetaData(), "openoutbox").store("sqlite:///shop.db")
+    with pytest.raises(Unsupported, match="Layout 'openoutbox': its table has no column for the sink"):
+        FanOut(store, BOTH)
+    with pytest.raises(Unsupported, match="expected to route into an outbox of layout 'pillarbox', got 'openoutbox'"):
+        FanOut(store, BOTH, into=Outbox(sa.MetaData(), "openoutbox"))
