@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -12,7 +13,7 @@ from benchmarks.sinks import Place, measure
 from pillarbox import open_sink
 
 STREAM = "bench"
-FIELDS: dict[str, str | bytes] = {
+FIELDS: dict[Any, Any] = {
     "event-id": "01890a5d-ac96-774b-bcce-b302099a8057",
     "event-type": "bench",
     "event-key": "key-123",

@@ -6,7 +6,7 @@ What a lost connection leaves open (the server may have run it without an answer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Final, Literal
@@ -127,22 +127,7 @@ class RedisSink:
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         outcomes: list[Outcome] = [RELEASED] * len(claims)
         sent: list[int] = []
-        commands: list[Command] = []
-        stopped: set[str] = set()
-        for position, claim in enumerate(claims):
-            key = claim.event.key
-            if key is not None and key in stopped:
-                continue
-            try:
-                commands.append(self._command(claim.event))
-                sent.append(position)
-            except Refused as error:
-                outcomes[position] = Dead(str(error))
-                if key is not None:
-                    stopped.add(key)
-        if not sent:
-            return outcomes
-        answers = await self._link.send(commands, deadline=self._deadline())
+        answers = await self._link.send(self._commands(claims, outcomes, sent), deadline=self._deadline())
         return self._judge(claims, outcomes, dict(zip(sent, answers, strict=True)))
 
     async def close(self) -> None:
@@ -151,6 +136,23 @@ class RedisSink:
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout
+
+    def _commands(self, claims: Sequence[Claim], outcomes: list[Outcome], sent: list[int]) -> Iterator[Command]:
+        """Make the commands one by one, and note whose they are; a claim that makes none gets its outcome."""
+        stopped: set[str] = set()
+        for position, claim in enumerate(claims):
+            key = claim.event.key
+            if key is not None and key in stopped:
+                continue
+            try:
+                command = self._command(claim.event)
+            except Refused as error:
+                outcomes[position] = Dead(str(error))
+                if key is not None:
+                    stopped.add(key)
+                continue
+            sent.append(position)
+            yield command
 
     def _command(self, event: Event) -> Command:
         name = self._stream.fill(event)

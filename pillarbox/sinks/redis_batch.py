@@ -7,13 +7,18 @@ themselves what a node may have run already, and go on in the background when an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 
 from hiredis import pack_command
 from redis import exceptions
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode, PipelineCommand
+
+PART: Final = 100
+"""How many commands are made and written at a time."""
 
 Words = tuple[Any, ...]
 
@@ -43,27 +48,36 @@ class ServerLink:
     def __init__(self, client: Redis) -> None:
         self._pool: Any = client.connection_pool
 
-    async def send(self, commands: Sequence[Command], *, deadline: float) -> list[Any]:
+    async def send(self, commands: Iterator[Command], *, deadline: float) -> list[Any]:
         """Return an answer a command, in order: a value, or the error that stands in its place."""
-        packed = b"".join([command.packed for command in commands])
         answers: list[Any] = []
+        first = list(islice(commands, PART))
+        taken = len(first)
+        if not first:
+            return answers
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._exchange(packed, len(commands), answers)
+            async with asyncio.timeout_at(deadline), self._connection() as connection:
+                part = first
+                while part:
+                    # The server works on this part while the next is made.
+                    await connection.send_packed_command(b"".join([command.packed for command in part]))
+                    part = list(islice(commands, PART))
+                    taken += len(part)
+                for _ in range(taken):
+                    try:
+                        answers.append(await connection.read_response())
+                    except exceptions.ResponseError as error:
+                        answers.append(error)
         except FAILURES as error:
-            answers += [name_timeout(error)] * (len(commands) - len(answers))
+            answers += [name_timeout(error)] * (taken - len(answers))
         return answers
 
-    async def _exchange(self, packed: bytes, count: int, answers: list[Any]) -> None:
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
         connection = await self._pool.get_connection()
         is_clean = False
         try:
-            await connection.send_packed_command(packed)
-            for _ in range(count):
-                try:
-                    answers.append(await connection.read_response())
-                except exceptions.ResponseError as error:
-                    answers.append(error)
+            yield connection
             is_clean = True
         finally:
             if not is_clean:
@@ -72,7 +86,7 @@ class ServerLink:
             await asyncio.shield(self._pool.release(connection))
 
     async def check(self, *, deadline: float) -> None:
-        (answer,) = await self.send([Command.pack("PING")], deadline=deadline)
+        (answer,) = await self.send(iter([Command.pack("PING")]), deadline=deadline)
         if isinstance(answer, Exception):
             raise answer
 
@@ -84,20 +98,23 @@ class ClusterLink:
         self._client = client
         self._is_stale = False
 
-    async def send(self, commands: Sequence[Command], *, deadline: float) -> list[Any]:
+    async def send(self, commands: Iterator[Command], *, deadline: float) -> list[Any]:
         """Return an answer a command, in order: a value, or the error that stands in its place."""
+        batch = list(commands)
+        if not batch:
+            return []
         try:
             async with asyncio.timeout_at(deadline):
                 await self._learn_nodes()
-                parts = self._split(commands)
+                parts = self._split(batch)
         except FAILURES as error:
-            return [name_timeout(error)] * len(commands)
+            return [name_timeout(error)] * len(batch)
         await asyncio.gather(*(_send_part(node, part, deadline) for node, part in parts.items()))
         sent = sorted((command for part in parts.values() for command in part), key=lambda command: command.position)
         answers = [command.result for command in sent]
         try:
             async with asyncio.timeout_at(deadline):
-                await self._follow(commands, answers)
+                await self._follow(batch, answers)
         except TimeoutError:
             pass  # what was not sent again keeps its redirection as the answer
         self._is_stale = any(isinstance(answer, FAILURES) for answer in answers)
