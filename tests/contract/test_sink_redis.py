@@ -296,9 +296,10 @@ async def test_own_client_is_used_and_left_open(wire, place, options):
     client = Redis.from_url(server_url("redis"), **options)
     sink = RedisSink(client, name="mine", stream=place)
     assert await sink.deliver([named_claim("a")]) == [DELIVERED]
+    connection = await client.client_id()
     await sink.close()
     await sink.close()
-    assert await client.xlen(place) == 1
+    assert await client.client_id() == connection
     assert await sink.deliver([named_claim("b")]) == [DELIVERED]
     await client.aclose()
     assert payloads(wire, place) == [body("a"), body("b")]
@@ -481,6 +482,25 @@ async def test_cancelled_batch_leaves_no_answer_for_the_next(make, private, plac
         found = payloads(wire, f"{place}:order.placed")
         assert found[-1] == body("d")
         assert found[:-1] in ([], [body("a"), body("b")])
+
+
+async def test_batch_that_fails_in_the_middle_leaves_no_answer_for_the_next(make, private, place):
+    sink = make(private.url, stream=f"{place}:{{type}}")
+    await sink.open()
+    with Wire(private.url) as wire:
+        wire.call("SET", f"{place}:taken", "text")
+    event = named_claim("x").event
+    values = {name: getattr(event, name) for name in EVENT_FIELDS}
+    broken = Claim(row=1, event=load_event(*{**values, "headers": "no mapping"}.values()), attempt=1)
+    private.pause()
+    with pytest.raises(AttributeError):
+        await sink.deliver([*(named_claim("a") for _ in range(150)), broken])
+    sending = asyncio.create_task(sink.deliver([named_claim("c", type="taken")]))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    private.resume()
+    (outcome,) = await sending
+    assert isinstance(outcome, Dead)
 
 
 async def test_batch_cancelled_before_it_was_sent_never_arrives(make, wire, place):

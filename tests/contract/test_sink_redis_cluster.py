@@ -70,9 +70,12 @@ async def test_own_cluster_client_is_used_and_left_open(place):
     client = RedisCluster.from_url(server_url("redis_cluster"))
     sink = RedisSink(client, stream=place)
     assert await sink.deliver([named_claim("a")]) == [DELIVERED]
+    node = client.get_node_from_key(place)
+    connection = await client.execute_command("CLIENT ID", target_nodes=node)
     await sink.close()
-    assert await client.xlen(place) == 1
+    assert await client.execute_command("CLIENT ID", target_nodes=node) == connection
     await client.aclose()
+    assert names(server_url("redis_cluster"), place) == ["a"]
 
 
 async def test_pubsub_reaches_listeners_at_every_node(place):
