@@ -15,8 +15,8 @@ from benchmarks import (
     sink_kafka,
     sink_nats,
     sink_rabbitmq,
+    sink_redis,
     sink_sql,
-    sinks,
     sqlite,
 )
 
@@ -33,12 +33,12 @@ BENCHMARKS = {
         sqlite.sqlite_drain,
         relay.relay_memory,
         *layouts.BENCHMARKS,
-        *sinks.BENCHMARKS,
         *sink_http.BENCHMARKS,
         *sink_rabbitmq.BENCHMARKS,
         *sink_sql.BENCHMARKS,
         *sink_kafka.BENCHMARKS,
         *sink_nats.BENCHMARKS,
+        *sink_redis.BENCHMARKS,
     )
 }
 

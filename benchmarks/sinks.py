@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from benchmarks.common import PAYLOAD, ROUNDS, Result, fill, postgres_outbox, server_url
+from benchmarks.common import ROUNDS, Result, fill, postgres_outbox, server_url
 from pillarbox import Outbox, Relay, open_sink
 from pillarbox.sinks import Sink
 
@@ -58,7 +58,7 @@ async def bare_rate(send: Send, *, events: int) -> float:
 
 async def measure(name: str, place: AbstractAsyncContextManager[Place], *, events: int = EVENTS) -> Result:
     rounds: list[tuple[float, float, float]] = []
-    with postgres_outbox() as (outbox, engine):
+    with postgres_outbox(f"bench_{name}") as (outbox, engine):
         async with place as (make_sink, send):
             for number in range(ROUNDS):
                 measured = {}
@@ -72,30 +72,3 @@ async def measure(name: str, place: AbstractAsyncContextManager[Place], *, event
     ours, client, store = (statistics.median(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(rate / min(bare, null) for rate, bare, null in rounds)
     return Result(name, ours, "events/s", min(client, store), ratio, BAR, parts={"client": client, "store": store})
-
-
-@asynccontextmanager
-async def redis_place() -> AsyncIterator[Place]:
-    from redis.asyncio import Redis
-
-    url = server_url("redis")
-    client = Redis.from_url(url)
-
-    async def send(count: int) -> None:
-        pipeline = client.pipeline(transaction=False)
-        for _ in range(count):
-            pipeline.xadd("bench", {"payload": PAYLOAD})
-        await pipeline.execute()
-
-    await client.delete("bench")
-    yield Place(lambda: open_sink(url, stream="bench"), send)
-    await client.delete("bench")
-    await client.aclose()
-
-
-async def sink_redis() -> Result:
-    """Redis Streams: pipelined XADD."""
-    return await measure("sink_redis", redis_place())
-
-
-BENCHMARKS = (sink_redis,)

@@ -29,7 +29,7 @@ from tests.contract.kit_http import HttpBatchKit, HttpKit
 from tests.contract.kit_kafka import KafkaKit, KafkaTransactionsKit
 from tests.contract.kit_nats import NatsKit
 from tests.contract.kit_rabbitmq import RabbitmqKit
-from tests.contract.kit_redis import RedisKit
+from tests.contract.kit_redis import RedisClusterKit, RedisKit
 from tests.contract.kit_sql import SQL_KITS
 
 FAILED = (Retry, Dead)
@@ -215,6 +215,7 @@ KITS: dict[str, Any] = {
     "http": HttpKit,
     "http-batch": HttpBatchKit,
     **SQL_KITS,
+    "redis-cluster": RedisClusterKit,
 }
 
 
