@@ -97,7 +97,8 @@ class Transitions(ABC):
             fenced: {name: self._build_write(self.held, write, fenced) for name, write in self._updates().items()}
             for fenced in (False, True)
         }
-        moves = {"delivered": self._delivered, "dead": layout.dead}
+        # With a side table the fence is not in the row that moves, and its claims are checked before.
+        moves = {"delivered": self._delivered, "dead": layout.dead} if layout.side is None else {}
         self._moves = {
             fenced: {name: self._build_move(move, fenced) for name, move in moves.items() if isinstance(move, Move)}
             for fenced in (False, True)

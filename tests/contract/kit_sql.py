@@ -20,7 +20,7 @@ from tests.private import private_server
 from tests.servers import ServerName, server_url
 
 # Fields go into columns of their own, so there are no headers of ours and no CloudEvents.
-SQL = (BROKER - {"carries headers"}) | {"takes once", "blocks"}
+SQL = (BROKER - {"carries headers"}) | {"takes once", "blocks", "is a database"}
 
 _TEXTS = """
     aggregate_type varchar(255), aggregate_id varchar(255), schema_version varchar(50), correlation_id varchar(255),

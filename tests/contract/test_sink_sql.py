@@ -28,7 +28,7 @@ from tests.servers import ROOT, server_url
 __all__ = ["sink_kit"]
 
 ID = UUID("01890a5d-ac96-774b-bcce-b302099a8057")
-every_database = sinks_that("takes once")
+every_database = sinks_that("is a database")
 
 
 def on(*backends: str) -> pytest.MarkDecorator:
