@@ -25,6 +25,7 @@ from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
+from tests.contract.kit_mqtt import MqttKit
 from tests.contract.kit_redis import RedisKit
 
 FAILED = (Retry, Dead)
@@ -203,6 +204,7 @@ KITS: dict[str, Any] = {
     "memory": MemoryKit,
     "callable": CallableKit,
     "redis": RedisKit,
+    "mqtt": MqttKit,
 }
 
 
