@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, layouts, put, relay, sinks, sqlite
+from benchmarks import latency, layouts, put, relay, sink_mqtt, sinks, sqlite
 
 BENCHMARKS = {
     function.__name__: function
@@ -22,6 +22,7 @@ BENCHMARKS = {
         relay.relay_memory,
         *layouts.BENCHMARKS,
         *sinks.BENCHMARKS,
+        *sink_mqtt.BENCHMARKS,
     )
 }
 
