@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 import sqlalchemy as sa
 
-from benchmarks.common import PAYLOAD, ROUNDS, Result, fill, postgres_outbox, server_url
+from benchmarks.common import ROUNDS, Result, fill, postgres_outbox, server_url
 from pillarbox import Outbox, Relay, open_sink
 from pillarbox.sinks import Sink
 
@@ -34,68 +34,41 @@ class Place(NamedTuple):
     send: Send
 
 
-async def relay_rate(outbox: Outbox, engine: sa.Engine, sink: Sink) -> float:
+async def relay_rate(outbox: Outbox, engine: sa.Engine, sink: Sink, *, events: int) -> float:
     """Events a second from a full outbox to the sink."""
     with engine.begin() as connection:
         connection.exec_driver_sql(f"TRUNCATE {outbox.table.fullname}")
-    await asyncio.to_thread(fill, outbox, engine, EVENTS)
+    await asyncio.to_thread(fill, outbox, engine, events)
     relay = Relay(outbox.store(server_url("postgres"), notify=False), sink, batch_size=WINDOW)
     async with relay:
         await sink.open()
         relay._size = WINDOW
         started = time.perf_counter()
         await relay._loop(drains=True)
-        return EVENTS / (time.perf_counter() - started)
+        return events / (time.perf_counter() - started)
 
 
-async def bare_rate(send: Send) -> float:
+async def bare_rate(send: Send, *, events: int) -> float:
     await send(WINDOW)
     started = time.perf_counter()
-    for _ in range(EVENTS // WINDOW):
+    for _ in range(events // WINDOW):
         await send(WINDOW)
-    return EVENTS / (time.perf_counter() - started)
+    return events / (time.perf_counter() - started)
 
 
-async def measure(name: str, place: AbstractAsyncContextManager[Place]) -> Result:
+async def measure(name: str, place: AbstractAsyncContextManager[Place], *, events: int = EVENTS) -> Result:
     rounds: list[tuple[float, float, float]] = []
-    with postgres_outbox() as (outbox, engine):
+    with postgres_outbox(f"bench_{name}") as (outbox, engine):
         async with place as (make_sink, send):
             for number in range(ROUNDS):
                 measured = {}
                 for each in ("relay", "client", "store") if number % 2 else ("store", "client", "relay"):
                     if each == "client":
-                        measured[each] = await bare_rate(send)
+                        measured[each] = await bare_rate(send, events=events)
                     else:
                         sink = make_sink() if each == "relay" else open_sink("null:")
-                        measured[each] = await relay_rate(outbox, engine, sink)
+                        measured[each] = await relay_rate(outbox, engine, sink, events=events)
                 rounds.append((measured["relay"], measured["client"], measured["store"]))
     ours, client, store = (statistics.median(each) for each in zip(*rounds, strict=True))
     ratio = statistics.median(rate / min(bare, null) for rate, bare, null in rounds)
     return Result(name, ours, "events/s", min(client, store), ratio, BAR, parts={"client": client, "store": store})
-
-
-@asynccontextmanager
-async def redis_place() -> AsyncIterator[Place]:
-    from redis.asyncio import Redis
-
-    url = server_url("redis")
-    client = Redis.from_url(url)
-
-    async def send(count: int) -> None:
-        pipeline = client.pipeline(transaction=False)
-        for _ in range(count):
-            pipeline.xadd("bench", {"payload": PAYLOAD})
-        await pipeline.execute()
-
-    await client.delete("bench")
-    yield Place(lambda: open_sink(url, stream="bench"), send)
-    await client.delete("bench")
-    await client.aclose()
-
-
-async def sink_redis() -> Result:
-    """Redis Streams: pipelined XADD."""
-    return await measure("sink_redis", redis_place())
-
-
-BENCHMARKS = (sink_redis,)

@@ -137,7 +137,7 @@ class Config:
             return layout
         if layout.order is None:
             raise ConfigError(f"Layout {layout.name!r} has no lanes of its own; leave lanes = {self.store.lanes} out")
-        return pillarbox_layout(self.store.lanes)
+        return pillarbox_layout(self.store.lanes, is_partitioned=layout.history is not None)
 
     def open_store(self) -> SqlStore:
         """Make the store; it connects when it is opened."""

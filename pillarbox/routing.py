@@ -241,7 +241,7 @@ def build_copy(layout: Layout, outbox: sa.Table, dialect: str) -> Any:
         chosen = row.in_(sa.bindparam("rows", expanding=True))
     source = sa.select(*kept, sink.label(order.sink)).where(chosen).order_by(row)
     names = [*(column.name for column in kept), order.sink]
-    return _keep_what_is_there(_insert(outbox, dialect).from_select(names, source), layout)
+    return _keep_what_is_there(_insert(outbox, dialect).from_select(names, source), layout, sink)
 
 
 def build_insert(layout: Layout, outbox: sa.Table, dialect: str) -> Any:
@@ -252,16 +252,15 @@ def build_insert(layout: Layout, outbox: sa.Table, dialect: str) -> Any:
     if is_mysql(dialect):
         # aiomysql cannot write bytes into a statement.
         values[payload] = sa.func.unhex(sa.bindparam(payload, type_=sa.Text()))
-    return _keep_what_is_there(_insert(outbox, dialect).values(values), layout)
+    return _keep_what_is_there(_insert(outbox, dialect).values(values), layout, outbox.c[order.sink])
 
 
 def _insert(outbox: sa.Table, dialect: str) -> Any:
     return {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(dialect, mysql.insert)(outbox)
 
 
-def _keep_what_is_there(insert: Any, layout: Layout) -> Any:
+def _keep_what_is_there(insert: Any, layout: Layout, sink: Any) -> Any:
     if isinstance(insert, mysql.Insert):
-        # Not IGNORE, which would also swallow errors of other kinds.
-        sink = insert.table.c[layout.keyed.sink]
-        return insert.on_duplicate_key_update({sink.name: sink})
+        # Not IGNORE, which would also swallow errors of other kinds. The sink is what it was: it is part of the key.
+        return insert.on_duplicate_key_update({layout.keyed.sink: sink})
     return insert.on_conflict_do_nothing()

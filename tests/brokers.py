@@ -1,6 +1,7 @@
 """Brokers of this test session's own, which a test may kill, stop or pause without disturbing anybody."""
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from tools.servers.mosquitto import MosquittoServer
 from tools.servers.nats import NatsServer
 from tools.servers.rabbitmq import RabbitmqServer
 from tools.servers.redis import RedisServer
+from tools.servers.server import DEMOTE
 
 BrokerName = Literal["kafka", "nats", "rabbitmq", "redis", "mosquitto"]
 BROKERS: dict[BrokerName, type[Broker]] = {
@@ -73,6 +75,13 @@ class PrivateBroker:
 
     def resume(self) -> None:
         self._server.resume()
+
+    def run(self, *command: str) -> str:
+        """Run one of the broker's own tools as the broker's user, and return what it prints."""
+        environment = {**os.environ, **self._server.environment()}
+        result = subprocess.run([*DEMOTE, *command], env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{command[0]} failed: {result.stdout}{result.stderr}"
+        return result.stdout
 
 
 @pytest.fixture(scope="session")

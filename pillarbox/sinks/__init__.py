@@ -59,6 +59,7 @@ _OWN: Final = {
     "file": "pillarbox.sinks.file:FileSink.from_url",
     "kafka": "pillarbox.sinks.kafka:KafkaSink.from_url",
     "nats": "pillarbox.sinks.nats:NatsSink.from_url",
+    "tls": "pillarbox.sinks.nats:NatsSink.from_url",
     "amqp": "pillarbox.sinks.rabbitmq:RabbitmqSink.from_url",
     "amqps": "pillarbox.sinks.rabbitmq:RabbitmqSink.from_url",
     "redis": "pillarbox.sinks.redis:RedisSink.from_url",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping
-from datetime import UTC
+from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -28,17 +29,15 @@ FORM_OPTIONS: Final[dict[str, Read]] = {
 }
 
 _OWN_HEADERS: Final = (
-    ("event-id", "id"),
-    ("event-type", "type"),
-    ("event-key", "key"),
-    ("correlation-id", "correlation_id"),
-    ("causation-id", "causation_id"),
-    ("trace-id", "trace_id"),
-    ("event-source", "source"),
-    ("schema-version", "schema_version"),
-    ("aggregate-type", "aggregate_type"),
-    ("aggregate-id", "aggregate_id"),
+    *("correlation-id", "causation-id", "trace-id", "event-source"),
+    *("schema-version", "aggregate-type", "aggregate-id"),
 )
+# One call for all of them: most events have none, and every event is asked.
+_own_values: Final = attrgetter(
+    *("correlation_id", "causation_id", "trace_id", "source"),
+    *("schema_version", "aggregate_type", "aggregate_id"),
+)
+_NONE: Final = (None,) * len(_OWN_HEADERS)
 _EXTENSIONS: Final = (
     ("partitionkey", "key"),
     ("correlationid", "correlation_id"),
@@ -98,6 +97,8 @@ class MessageForm:
             ours = {}
         if self._has_content_type:
             ours["content-type"] = content_type
+        if not headers:
+            return Message(ours, content_type, body)
         taken = {name.lower() for name in headers} if self._folds_case and headers else headers
         for name, value in ours.items():
             headers[name if name not in taken else PREFIX + name] = value
@@ -111,7 +112,7 @@ class MessageForm:
             "type": event.type,
         }
         if event.created_at is not None:
-            found["time"] = event.created_at.astimezone(UTC).isoformat()
+            found["time"] = _as_time(event.created_at)
         if event.aggregate_id is not None:
             found["subject"] = event.aggregate_id
         for attribute, field in _EXTENSIONS:
@@ -142,14 +143,20 @@ def _make_way(headers: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
 
 
 def _describe(event: Event) -> dict[str, str]:
-    ours = {}
-    for name, field in _OWN_HEADERS:
-        value = getattr(event, field)
-        if value is not None:
-            ours[name] = str(value)
+    ours = {"event-id": str(event.id), "event-type": event.type}
+    if event.key is not None:
+        ours["event-key"] = event.key
+    values = _own_values(event)
+    if values != _NONE:
+        ours |= {name: str(value) for name, value in zip(_OWN_HEADERS, values, strict=True) if value is not None}
     if event.created_at is not None:
-        ours["event-time"] = event.created_at.astimezone(UTC).isoformat()
+        ours["event-time"] = _as_time(event.created_at)
     return ours
+
+
+def _as_time(instant: datetime) -> str:
+    # Drivers return UTC as a rule, and changing a time zone costs more than writing the time.
+    return (instant if instant.tzinfo is UTC else instant.astimezone(UTC)).isoformat()
 
 
 def _as_text(name: str, value: object) -> str:

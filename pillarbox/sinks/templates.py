@@ -21,15 +21,25 @@ _PART: Final = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 class Template:
     """A text with fields of the event in braces; `{{` and `}}` are plain braces.
 
-    An event that lacks a field the text needs is refused, because it has no place to go.
+    An event that lacks a field the text needs is refused, because it has no place to go. `escape` is applied to what
+    is filled in; `shown` is what errors show of a text that may contain secrets.
     """
 
-    def __init__(self, text: str, *, what: str) -> None:
+    def __init__(
+        self, text: str, *, what: str, escape: Callable[[str], str] | None = None, shown: str | None = None
+    ) -> None:
         self.text = text
         self._what = what
+        self._escape = escape
+        self._shown = text if shown is None else shown
         self._parts = self._parse()
-        self._is_topic = text == "{topic}"
+        self._is_topic = text == "{topic}" and escape is None
         self._constant = None if any(callable(part) for part in self._parts) else "".join(map(str, self._parts))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the text is the same for every event."""
+        return self._constant is not None
 
     def fill(self, event: Event) -> str:
         """Return the text for an event; raises `Refused` when the event lacks a field."""
@@ -41,7 +51,7 @@ class Template:
 
     def _parse(self) -> list[str | Callable[[Event], str]]:
         if not self.text.strip():
-            raise ConfigError(f"{self._what}: expected text, got {self.text!r}")
+            raise ConfigError(f"{self._what}: expected text, got {self._shown!r}")
         parts: list[str | Callable[[Event], str]] = []
         end = 0
         for match in _PART.finditer(self.text):
@@ -50,7 +60,9 @@ class Template:
             if match[0] in ("{{", "}}"):
                 parts.append(match[0][0])
             elif match[1] is None:
-                raise ConfigError(f"{self._what}: {match[0]!r} alone in {self.text!r}; write it twice for a plain one")
+                raise ConfigError(
+                    f"{self._what}: {match[0]!r} alone in {self._shown!r}; write it twice for a plain one"
+                )
             else:
                 parts.append(self._field(match[1]))
         parts.append(self.text[end:])
@@ -70,5 +82,5 @@ class Template:
 
     def _require(self, event: Event, name: str, value: object) -> str:
         if value is None or value == "":
-            raise Refused(f"{self._what} {self.text!r} needs {name}, which event {event.id} has not")
-        return str(value)
+            raise Refused(f"{self._what} {self._shown!r} needs {name}, which event {event.id} has not")
+        return str(value) if self._escape is None else self._escape(str(value))

@@ -19,6 +19,7 @@ from pillarbox.event import RELEASED, Claim, Outcome
 from pillarbox.layouts import Feature, Layout, check_database, declare_layout
 from pillarbox.stores import Counts, Effect, Entry, Filter, Mode, Pruned, Record, Settlement, State
 from pillarbox.stores.build import build_transitions
+from pillarbox.stores.moving import has_no_partition
 from pillarbox.stores.operations import Operations
 from pillarbox.stores.transitions import DEFAULT_LEASE, Taken
 
@@ -172,7 +173,7 @@ class SqlStore(ABC):
     async def open(self) -> None:
         if self.layout.order is not None:
             await self.run(self._ensure_lanes)
-        else:
+        if self.layout.order is None or self.layout.history is not None:
             await self.run(self._look, writes=False)
 
     def _look(self, db: sa.Connection) -> None:
@@ -352,6 +353,8 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
         return SchemaError(f"Store {store.name}: {text}. Run `pillarbox schema create` or your migration first.")
     if state == "42703" or number == 1054 or "no such column" in text:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")
+    if has_no_partition(error):
+        return SchemaError(f"Store {store.name}: {text}. `pillarbox partitions ensure` makes the months' partitions.")
     if is_refused(state, number):
         return ConfigError(f"Store {store.name}: {text}")
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):

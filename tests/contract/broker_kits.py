@@ -30,6 +30,7 @@ BROKER: frozenset[str] = frozenset(
         "takes a megabyte",
         "carries headers",
         "asks for a login",
+        "serves a relay",
     }
 )
 
@@ -62,6 +63,8 @@ class BrokerKit:
     broker: ClassVar[BrokerName | None] = None
     features: ClassVar[frozenset[str]] = BROKER
     ce_prefix: ClassVar[str] = "ce-"
+    many: ClassVar[int] = 10_000
+    """How many events a test sends that looks for rare disorder; fewer where each costs a request."""
     sink: Sink
 
     def __init__(self, surroundings: Surroundings) -> None:

@@ -25,8 +25,13 @@ from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
+from tests.contract.kit_http import HttpBatchKit, HttpKit
+from tests.contract.kit_kafka import KafkaKit, KafkaTransactionsKit
 from tests.contract.kit_mqtt import MqttKit
-from tests.contract.kit_redis import RedisKit
+from tests.contract.kit_nats import NatsKit
+from tests.contract.kit_rabbitmq import RabbitmqKit
+from tests.contract.kit_redis import RedisClusterKit, RedisKit
+from tests.contract.kit_sql import SQL_KITS
 
 FAILED = (Retry, Dead)
 
@@ -203,14 +208,27 @@ KITS: dict[str, Any] = {
     "stdout": StdoutKit,
     "memory": MemoryKit,
     "callable": CallableKit,
+    "rabbitmq": RabbitmqKit,
+    "kafka": KafkaKit,
+    "kafka transactions": KafkaTransactionsKit,
+    "nats": NatsKit,
     "redis": RedisKit,
     "mqtt": MqttKit,
+    "http": HttpKit,
+    "http-batch": HttpBatchKit,
+    **SQL_KITS,
+    "redis-cluster": RedisClusterKit,
 }
 
 
-def sinks_that(*features: str) -> pytest.MarkDecorator:
+def sinks_that(*features: str, unless: str = "") -> pytest.MarkDecorator:
+    """Run a test on the sinks with these features, but not on those with the feature `unless`."""
     needs = frozenset(features)
-    chosen = [pytest.param((name, needs), id=name) for name, kit in KITS.items() if kit.features >= needs]
+    chosen = [
+        pytest.param((name, needs), id=name)
+        for name, kit in KITS.items()
+        if kit.features >= needs and unless not in kit.features
+    ]
     return pytest.mark.parametrize("kit", chosen, indirect=True)
 
 

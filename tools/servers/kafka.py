@@ -1,6 +1,6 @@
 """Kafka from Maven Central, as one node that is controller and broker.
 
-Anybody may do anything on the main port. With SASL (PLAIN or SCRAM-SHA-256) and with TLS, which asks for a client
+Anybody may do anything on the main port. With SASL (PLAIN or SCRAM) and with TLS, which asks for a client
 certificate, clients have names that tests can make rules for: `pillarbox`, who stands above them, `limited`, and
 `CN=pillarbox`.
 """
@@ -36,7 +36,11 @@ class KafkaServer(Broker):
     def initialize(self) -> None:
         super().initialize()
         cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        users = [f"--add-scram=SCRAM-SHA-256=[name={name},password={word}]" for name, word in USERS.items()]
+        users = [
+            f"--add-scram=SCRAM-SHA-{bits}=[name={name},password={word}]"
+            for name, word in USERS.items()
+            for bits in (256, 512)
+        ]
         self.run(*self._java("kafka.tools.StorageTool"), "format", "-t", cluster, "-c", self._settings(), *users)
 
     def command(self) -> list[str]:
@@ -77,9 +81,10 @@ TLS://127.0.0.1:{ports["tls"]},CONTROLLER://127.0.0.1:{ports["controller"]}
 listener.security.protocol.map=PLAINTEXT:PLAINTEXT,SASL:SASL_PLAINTEXT,TLS:SSL,CONTROLLER:PLAINTEXT
 log.dirs={self.data}
 
-listener.name.sasl.sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-256
+listener.name.sasl.sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-256,SCRAM-SHA-512
 listener.name.sasl.plain.sasl.jaas.config={login}.plain.PlainLoginModule required {plain};
 listener.name.sasl.scram-sha-256.sasl.jaas.config={login}.scram.ScramLoginModule required;
+listener.name.sasl.scram-sha-512.sasl.jaas.config={login}.scram.ScramLoginModule required;
 listener.name.tls.ssl.client.auth=required
 listener.name.tls.ssl.keystore.type=PEM
 listener.name.tls.ssl.keystore.location={keys}
