@@ -13,6 +13,7 @@ from benchmarks import (
     relay,
     sink_http,
     sink_kafka,
+    sink_mqtt,
     sink_nats,
     sink_rabbitmq,
     sink_redis,
@@ -39,6 +40,7 @@ BENCHMARKS = {
         *sink_kafka.BENCHMARKS,
         *sink_nats.BENCHMARKS,
         *sink_redis.BENCHMARKS,
+        *sink_mqtt.BENCHMARKS,
     )
 }
 

@@ -85,12 +85,13 @@ class MessageForm:
     def render(self, event: Event) -> Message:
         """Make the message; raises `Refused` when the event has no form."""
         headers = {name: _as_text(name, value) for name, value in event.headers.items()} if event.headers else {}
-        taken = {name.lower() for name in headers} if self._folds_case and headers else headers
         content_type, body = event.content_type, event.payload
         if self._cloudevents is None:
             ours = _describe(event)
         elif self._cloudevents == "binary":
             ours = {self._ce_prefix + name: value for name, value in self._attributes(event).items()}
+            if not self._ce_prefix:
+                headers = _make_way(headers, ours)
         else:
             content_type, body = STRUCTURED, self._wrap(event)
             ours = {}
@@ -98,6 +99,7 @@ class MessageForm:
             ours["content-type"] = content_type
         if not headers:
             return Message(ours, content_type, body)
+        taken = {name.lower() for name in headers} if self._folds_case and headers else headers
         for name, value in ours.items():
             headers[name if name not in taken else PREFIX + name] = value
         return Message(headers, content_type, body)
@@ -129,6 +131,15 @@ class MessageForm:
         else:
             document["data_base64"] = b64encode(event.payload).decode("ascii")
         return orjson.dumps(document)
+
+
+def _make_way(headers: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
+    # Without a prefix an attribute is known by its name alone: another header of that name would forge it.
+    return {
+        (f"header-{name}" if name in ours else name): value
+        for name, value in headers.items()
+        if ours.get(name) != value
+    }
 
 
 def _describe(event: Event) -> dict[str, str]:

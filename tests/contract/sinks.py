@@ -27,6 +27,7 @@ from pillarbox.sinks.stdout import StdoutSink
 from tests.contract.broker_kits import Surroundings, unwritable
 from tests.contract.kit_http import HttpBatchKit, HttpKit
 from tests.contract.kit_kafka import KafkaKit, KafkaTransactionsKit
+from tests.contract.kit_mqtt import MqttKit
 from tests.contract.kit_nats import NatsKit
 from tests.contract.kit_rabbitmq import RabbitmqKit
 from tests.contract.kit_redis import RedisClusterKit, RedisKit
@@ -212,6 +213,7 @@ KITS: dict[str, Any] = {
     "kafka transactions": KafkaTransactionsKit,
     "nats": NatsKit,
     "redis": RedisKit,
+    "mqtt": MqttKit,
     "http": HttpKit,
     "http-batch": HttpBatchKit,
     **SQL_KITS,
