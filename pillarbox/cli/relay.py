@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from enum import StrEnum
@@ -152,6 +153,7 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Mapping[str, Cou
         await _open(group, drains=drains)
         for relay in group.relays.values():
             log.info("%s", _describe_start(config, relay, drains=drains))
+        await _warn_of_stranded_rows(config, group)
         # What is loaded by now stays to the end; a collector that looked through it again and again would cost
         # about a seventh of its time.
         gc.collect()
@@ -178,6 +180,21 @@ async def _open(group: RelayGroup, *, drains: bool) -> None:
         # A relay that runs on says itself that the store is down, and tries again until it is back.
         if drains:
             raise
+
+
+async def _warn_of_stranded_rows(config: Config, group: RelayGroup) -> None:
+    """Say which sinks have rows that no relay here delivers: sinks that were taken out of the routes."""
+    if config.store.recipient is not None:
+        return
+    served: dict[str, dict[str, SqlStore]] = {}
+    for relay in group.relays.values():
+        if isinstance(relay.store, SqlStore):
+            served.setdefault(relay.store.name, {})[relay.store.sink] = relay.store
+    for name, stores in served.items():
+        with suppress(StoreUnavailable):
+            for sink in await next(iter(stores.values())).list_waiting():
+                if sink not in stores:
+                    log.warning("Store %s: there are events for sink %r, which nobody delivers here.", name, sink)
 
 
 def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:

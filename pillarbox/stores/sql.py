@@ -275,6 +275,21 @@ class SqlStore(ABC):
         found = await self.run(lambda db: list(db.execute(query).scalars()), writes=False)
         return ["", *(sink for sink in found if sink)]
 
+    async def list_waiting(self) -> list[str]:
+        """Those of the sinks that have undelivered events."""
+        if self.layout.order is None or self.layout.counts.delivered is None:
+            return []
+        outbox = self.tables["outbox"]
+        is_left = sa.not_(self.layout.counts.delivered(outbox.c))
+        found = []
+        for sink in await self.sinks():
+            left: sa.Select[Any] = (
+                sa.select(sa.literal_column("1")).where(outbox.c[self.layout.order.sink] == sink, is_left).limit(1)
+            )
+            if await self.run(lambda db, left=left: db.execute(left).first(), writes=False):  # type: ignore[misc]
+                found.append(sink)
+        return found
+
     # -- what operators do ------------------------------------------------------------------------------------------
 
     async def counts(self) -> Counts:

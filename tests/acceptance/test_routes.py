@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pillarbox import Event
 from tests.acceptance.launcher import Launcher
 from tests.acceptance.processes import (
     DATABASES,
@@ -113,3 +114,25 @@ def test_stuck_destination_does_not_stop_the_other(
     assert relay.terminate() == 0
     assert sorted(line["id"] for line in read_lines(first)) == sorted(delivered)
     judge(read_lines(second), writers)
+
+
+def test_rows_of_a_sink_that_is_no_longer_configured_are_named(
+    database: Database, launcher: Launcher, tmp_path: Path
+) -> None:
+    settings, log = tmp_path / "pillarbox.toml", tmp_path / "relay.log"
+    settings.write_text(SETTINGS.format(store=database.url, folder=tmp_path).replace("second", "gone/second"))
+    routed = settings.read_text().replace("sinks.gone/second", "sinks.second").replace('"gone/second"', '"second"')
+    settings.write_text(routed)
+    database.put(Event("order.placed", {}))
+    command = ["relay", "--drain", "--config", str(settings)]
+    # The folder of the second file is missing, so its copy stays.
+    assert launcher.run(*command, cwd=tmp_path, out=log, err=log) == 1
+    settings.write_text(routed.replace('["first", "second"]', '["first"]'))
+    assert launcher.run(*command, cwd=tmp_path, out=log, err=log) == 0
+    assert "there are events for sink 'second', which nobody delivers here." in log.read_text()
+    assert count_delivered(tmp_path / "first.jsonl") == 1
+    (tmp_path / "gone").mkdir()
+    settings.write_text(routed)
+    assert launcher.run(*command, cwd=tmp_path, out=log, err=log) == 0
+    assert count_delivered(tmp_path / "gone" / "second.jsonl") == 1
+    assert database.is_empty()
