@@ -109,8 +109,14 @@ class Mover:
 
 
 def has_no_partition(error: sa.exc.DBAPIError) -> bool:
-    """Whether PostgreSQL found no partition for a row."""
-    return getattr(error.orig, "sqlstate", None) == "23514"
+    """Whether PostgreSQL found no partition for a row: it says so as of a check, but names none."""
+    found = error.orig
+    if getattr(found, "sqlstate", None) != "23514":
+        return False
+    # asyncpg's own error is the cause of SQLAlchemy's; psycopg has the name in its diagnostics.
+    raised = getattr(found, "__cause__", None) or found
+    diagnosed = getattr(raised, "diag", raised)
+    return getattr(diagnosed, "constraint_name", None) is None
 
 
 def _is_generated(column: sa.Column[Any]) -> bool:

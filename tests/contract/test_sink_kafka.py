@@ -513,7 +513,7 @@ def test_several_servers_and_the_usual_port():
 
 
 async def test_client_logs_through_python_and_hides_secrets(caplog, capfd):
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="pillarbox.sinks.kafka")
     url = server_url("kafka_sasl").replace("//", "//pillarbox:s3cr3t-w0rd@")
     async with opened(url, config={"debug": "security,broker,conf", "ssl.key.password": "0ther-s3cr3t"}) as sink:
         with pytest.raises(SinkUnavailable) as refused:
@@ -526,7 +526,7 @@ async def test_client_logs_through_python_and_hides_secrets(caplog, capfd):
 
 
 def test_secret_in_a_line_of_the_client_is_hidden(caplog):
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="pillarbox.sinks.kafka")
     sink = make_kafka_sink("kafka://ann:s3cr3t-w0rd@127.0.0.1:1", config={"ssl.key.password": "0ther-s3cr3t"})
     lines = ClientLog(sink._settings, "orders")
     lines.log(logging.WARNING, "%s [%s] %s", "CONFWARN", "producer-1", "s3cr3t-w0rd and 0ther-s3cr3t are weak")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,23 +37,29 @@ def broker(private_broker):
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory) -> Iterator[AccountsServer]:
-    yield from run_server(AccountsServer(tmp_path_factory.mktemp("accounts")))
+def accounts() -> Iterator[AccountsServer]:
+    with run_server(AccountsServer) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def signed(tmp_path_factory) -> Iterator[SignedServer]:
-    yield from run_server(SignedServer(tmp_path_factory.mktemp("signed")))
+def signed() -> Iterator[SignedServer]:
+    with run_server(SignedServer) as server:
+        yield server
 
 
-def run_server(server: Any) -> Iterator[Any]:
+@contextmanager
+def run_server(kind: Any) -> Iterator[Any]:
     server_url("nats")  # skips where there is none
-    for folder in (server.folder.parent, *server.folder.parent.parents[:2]):
-        folder.chmod(0o755)  # the server runs as nobody
-    server.dies_with_starter = True
-    server.start()
-    yield server
-    server.stop()
+    with tempfile.TemporaryDirectory(prefix="pillarbox-broker-") as folder:
+        Path(folder).chmod(0o755)  # the server runs as nobody
+        server = kind(Path(folder))
+        server.dies_with_starter = True
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 def login(server: AccountsServer, user: str) -> str:
