@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -30,10 +30,9 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Watch a shop's events arrive although the relay is killed twice."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+    ending = _Ending()
     try:
-        report = _run(orders, writers, seed, keep, is_told=not as_json)
+        report = _run(orders, writers, seed, keep, is_told=not as_json, check=ending.check)
     except KeyboardInterrupt:
         typer.echo("Stopped; every process of the demo has ended.", err=True)
         raise typer.Exit(130) from None
@@ -47,17 +46,33 @@ def demo(
         raise typer.Exit(1)
 
 
-def _end(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
+class _Ending:
+    """Ends the demo at a signal, but only where it looks: an exception in the middle of a fork strands a process."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self._number = number
+
+    def check(self) -> None:
+        if self._number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._number is not None:
+            raise SystemExit(128 + self._number)
 
 
-def _run(orders: int, writers: int, seed: int, keep: Path | None, *, is_told: bool) -> Report:
+def _run(
+    orders: int, writers: int, seed: int, keep: Path | None, *, is_told: bool, check: Callable[[], None]
+) -> Report:
     with ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pillarbox-demo-")))
         if keep is not None:
             _prepare(keep)
         tell, show = stack.enter_context(_narrator(orders, writers)) if is_told else (_ignore, _ignore)
-        run = Run(folder.absolute(), orders=orders, writers=writers, seed=seed, tell=tell, show=show)
+        run = Run(folder.absolute(), orders=orders, writers=writers, seed=seed, tell=tell, show=show, check=check)
         return stack.enter_context(run).run()
 
 

@@ -100,6 +100,7 @@ class Run:
         seed: int,
         tell: Callable[[float, str], None],
         show: Callable[[Run], None],
+        check: Callable[[], None],
     ) -> None:
         self.reader = Reader()
         self.kills = 0
@@ -115,6 +116,7 @@ class Run:
         self._log = folder / "relay.log"
         self._tell_at = tell
         self._show = show
+        self._check = check
         self._tail = Tail(self._file)
         self._writers: list[Writer] = []
         self._relay: subprocess.Popen[bytes] | None = None
@@ -162,6 +164,7 @@ class Run:
     # -- watching --------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        self._check()
         take_lines(self.reader, self._tail.read())
         if time.monotonic() > self._looked_at + LOOK_EVERY:
             self._look()
@@ -204,6 +207,7 @@ class Run:
             process.start()
             answer.close()
             self._writers.append(Writer(process, result))
+            self._check()
 
     def _start_relay(self) -> None:
         # What the user has set for relays of their own does not concern this one.
@@ -227,6 +231,7 @@ class Run:
     def _wait_for_relay(self) -> None:
         deadline = time.monotonic() + LONGEST_START
         while time.monotonic() < deadline and not self._log.stat().st_size:
+            self._check()
             self._check_relay()
             time.sleep(READ_EVERY)
 
