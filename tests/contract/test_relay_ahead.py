@@ -127,6 +127,7 @@ async def test_stop_gives_back_what_is_being_claimed_ahead(kit: Kit, store: Stor
     await running
     left = await states(store)
     assert (len(left), set(left.values())) == (60 - len(sink.claims), {"ready"})
+    assert len((await store.claim(100, mode="lease", lease=timedelta(seconds=30))).claims) == len(left)
     assert watch.batches == 0
 
 
@@ -139,6 +140,7 @@ async def test_drain_reports_a_claim_ahead_that_fails(kit: Kit, store: Store, wa
         await Relay(store, sink, batch_size=2, in_flight=3, hook=watch).drain()
     left = await states(store)
     assert (len(left), set(left.values())) == (60 - len(sink.claims), {"ready"})
+    assert len((await store.claim(100, mode="lease", lease=timedelta(seconds=30))).claims) == len(left)
     assert watch.batches == 0
 
 
