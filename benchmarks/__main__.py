@@ -6,7 +6,20 @@ import asyncio
 import gc
 import sys
 
-from benchmarks import latency, layouts, put, relay, sqlite
+from benchmarks import (
+    latency,
+    layouts,
+    put,
+    relay,
+    sink_http,
+    sink_kafka,
+    sink_mqtt,
+    sink_nats,
+    sink_rabbitmq,
+    sink_redis,
+    sink_sql,
+    sqlite,
+)
 
 BENCHMARKS = {
     function.__name__: function
@@ -21,6 +34,13 @@ BENCHMARKS = {
         sqlite.sqlite_drain,
         relay.relay_memory,
         *layouts.BENCHMARKS,
+        *sink_http.BENCHMARKS,
+        *sink_rabbitmq.BENCHMARKS,
+        *sink_sql.BENCHMARKS,
+        *sink_kafka.BENCHMARKS,
+        *sink_nats.BENCHMARKS,
+        *sink_redis.BENCHMARKS,
+        *sink_mqtt.BENCHMARKS,
     )
 }
 

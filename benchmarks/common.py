@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -21,7 +21,7 @@ ROUNDS = int(os.environ.get("BENCH_ROUNDS", "5"))
 
 @dataclass(frozen=True)
 class Result:
-    """One measured figure against its bar; `at_most` turns the comparison round."""
+    """One measured figure against its bar; `at_most` turns the comparison round, `parts` are printed beside it."""
 
     name: str
     value: float
@@ -30,6 +30,7 @@ class Result:
     ratio: float
     bar: float
     at_most: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_ok(self) -> bool:
@@ -44,6 +45,7 @@ class Result:
             "ratio": round(self.ratio, 3),
             "bar": self.bar,
             "ok": self.is_ok,
+            **{name: round(value, 3) for name, value in self.parts.items()},
         }
         return json.dumps(fields)
 

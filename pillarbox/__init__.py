@@ -15,14 +15,18 @@ from pillarbox.errors import (
     Unsupported,
 )
 from pillarbox.event import Claim, Dead, Delivered, Event, Outcome, Released, Retry
+from pillarbox.group import RelayGroup, route_relays
 from pillarbox.hooks import Hook
 from pillarbox.layouts import Layout
 from pillarbox.outbox import Outbox
 from pillarbox.receipt import Receipt
 from pillarbox.relay import Relay
 from pillarbox.retry import ByException, Constant, Exponential, Linear, NoRetry, RetryPolicy
+from pillarbox.routing import Route, Routes
 from pillarbox.sinks import Sink, open_sink
 from pillarbox.sinks.callable import CallableSink
+from pillarbox.sinks.limit import LimitedSink
+from pillarbox.sinks.transform import TransformSink
 from pillarbox.stores import Batch, Counts, Filter, Settlement, Store
 from pillarbox.stores.url import open_store
 
@@ -45,6 +49,7 @@ __all__ = [
     "InvalidEvent",
     "Layout",
     "LayoutError",
+    "LimitedSink",
     "Linear",
     "MissingExtra",
     "NoRetry",
@@ -55,9 +60,12 @@ __all__ = [
     "Receipt",
     "ReceiptPending",
     "Relay",
+    "RelayGroup",
     "Released",
     "Retry",
     "RetryPolicy",
+    "Route",
+    "Routes",
     "SchemaError",
     "Settlement",
     "Sink",
@@ -65,8 +73,10 @@ __all__ = [
     "Store",
     "StoreUnavailable",
     "TransactionError",
+    "TransformSink",
     "Unsupported",
     "__version__",
     "open_sink",
     "open_store",
+    "route_relays",
 ]

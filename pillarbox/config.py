@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 import sqlalchemy as sa
 
 from pillarbox.errors import ConfigError
+from pillarbox.group import RelayGroup, route_relays
 from pillarbox.hooks import Hook
 from pillarbox.layouts import Layout, get_layout
 from pillarbox.layouts.pillarbox import pillarbox_layout
@@ -31,6 +32,7 @@ from pillarbox.sinks import Sink, open_sink
 from pillarbox.sinks.url import mask_url
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store, parse_store_url
+from pillarbox.topology import TABLES, RouteConfig, read_routes, read_routing, routes_of
 from pillarbox.values import (
     Given,
     Read,
@@ -81,6 +83,13 @@ class SinkConfig:
     name: str | None = _key(read_text)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    def open(self, name: str | None = None) -> Sink:
+        """Make the sink; the relay connects it."""
+        if self.url is None:
+            where = "[sink]" if name is None else f"[sinks.{name}]"
+            raise ConfigError(f"No sink: give --sink, {PREFIX}SINK, or url under {where} in {FILE_NAME}")
+        return open_sink(self.url, name=self.name or name, **self.options)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
@@ -109,10 +118,17 @@ class Config:
 
     store: StoreConfig = StoreConfig()
     sink: SinkConfig = SinkConfig()
+    stores: Mapping[str, StoreConfig] = field(default_factory=dict)
+    sinks: Mapping[str, SinkConfig] = field(default_factory=dict)
+    routes: Sequence[RouteConfig] = ()
+    unmatched: str = "dead"
+    routing_table: str | None = None
     relay: RelayConfig = RelayConfig()
     outbox: OutboxConfig = OutboxConfig()
     retry: RetryPolicy = field(default_factory=Exponential)
     path: Path | None = None
+    store_name: str = ""
+    """Which of several stores `store` is."""
 
     def get_layout(self) -> Layout:
         """The layout, with the number of lanes its table was made with."""
@@ -121,7 +137,7 @@ class Config:
             return layout
         if layout.order is None:
             raise ConfigError(f"Layout {layout.name!r} has no lanes of its own; leave lanes = {self.store.lanes} out")
-        return pillarbox_layout(self.store.lanes)
+        return pillarbox_layout(self.store.lanes, is_partitioned=layout.history is not None)
 
     def open_store(self) -> SqlStore:
         """Make the store; it connects when it is opened."""
@@ -149,15 +165,68 @@ class Config:
 
     def open_sink(self) -> Sink:
         """Make the sink; the relay connects it."""
-        if self.sink.url is None:
-            raise ConfigError(f"No sink: give --sink, {PREFIX}SINK, or url under [sink] in {FILE_NAME}")
-        return open_sink(self.sink.url, name=self.sink.name, **self.sink.options)
+        return self.sink.open()
 
     def make_relay(self, store: SqlStore, sink: Sink, *, hook: Hook | None = None) -> Relay:
         """Make the relay from a store to a sink."""
         options = {item.name: getattr(self.relay, item.name) for item in fields(RelayConfig)}
         del options["retention"]
         return Relay(store, sink, retry=self.retry, hook=hook, **options)
+
+    def choose_store(self, name: str) -> Config:
+        """The same settings for one of several stores."""
+        return replace(self, store=self.stores[name], stores={}, store_name=name)
+
+    def choose_recipient(self, name: str) -> Config:
+        """The same settings for the rows of one sink; "" are those that were not routed."""
+        return replace(self, store=replace(self.store, recipient=name or None))
+
+    def make_group(self, *, hook: Hook | None = None) -> RelayGroup:
+        """Make the relays from every store to its sinks, named by sink, and by store where there are several."""
+        group = RelayGroup({})
+        for config in [self.choose_store(name) for name in self.stores] or [self]:
+            group.add(config._make_relays(hook))
+        return group
+
+    def _make_relays(self, hook: Hook | None) -> RelayGroup:
+        prefix = f"{self.store_name}." if self.store_name else ""
+        if not self.routes:
+            sink = self.open_sink()
+            return RelayGroup({f"{prefix}{sink.name}": self.make_relay(self.open_store(), sink, hook=hook)})
+        routes = routes_of(self.store_name, self.routes, self.unmatched)
+
+        if self.store.recipient is not None:
+            raise ConfigError(f"[store] recipient: routes decide who gets a row; leave {self.store.recipient!r} out")
+        into = self._make_routing_outbox()
+
+        def open_part(recipient: str) -> SqlStore:
+            if not recipient:
+                # What was routed on is not kept: its copies are.
+                return replace(self, relay=replace(self.relay, retention=None)).open_store()
+            part = self.choose_recipient(recipient)
+            if into is not None:
+                part = replace(part, store=replace(part.store, layout="pillarbox", table=into.table.name, topics=None))
+            return part.open_store()
+
+        sinks = {each: self.sinks[each].open(each) for each in routes.sinks}
+        return route_relays(
+            open_part,
+            sinks,
+            routes,
+            make_relay=lambda store, sink, hook: self.make_relay(store, sink, hook=hook),
+            into=into,
+            prefix=prefix,
+            hook=hook,
+        )
+
+    def _make_routing_outbox(self) -> Outbox | None:
+        """The outbox that events of another system's table are routed into."""
+        if self.routing_table is None:
+            return None
+        layout = self.get_layout()
+        if layout.order is not None:
+            raise ConfigError(f"[routing] table: layout {layout.name!r} routes within its own table; leave it out")
+        return Outbox(sa.MetaData(), table=self.routing_table, schema=self.store.schema)
 
     def make_outbox(self, metadata: sa.MetaData) -> Outbox:
         """Declare the configured tables on `metadata`, for an application that puts events into them."""
@@ -212,14 +281,25 @@ def load_config(
     dotenv = None if found is None else found.with_name(".env")
     variables = {**(read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}), **env}
     source = _Source(str(found or FILE_NAME), document, variables, overrides)
-    return Config(
+    stores, sinks = source.split("stores"), source.split("sinks")
+    chosen = source.choose_store(stores)
+    routes = read_routes(source.filled("routes"), source.name, sinks=list(sinks), stores=list(stores))
+    _check_routes(source, sinks, routes)
+    unmatched, routing_table = read_routing(source.filled("routing"), source.name, sinks=list(sinks))
+    config = Config(
         store=_make_store(source),
         sink=_make_sink(source),
+        stores={name: _make_store(each) for name, each in stores.items()},
+        sinks={name: _make_sink(each) for name, each in sinks.items()},
+        routes=routes,
+        unmatched=unmatched,
+        routing_table=routing_table,
         relay=RelayConfig(**source.read("relay")),
         outbox=OutboxConfig(**source.read("outbox")),
         retry=_make_retry(source),
         path=found,
     )
+    return config if chosen is None else config.choose_store(chosen)
 
 
 class _Source:
@@ -234,8 +314,11 @@ class _Source:
         document: Mapping[str, Any],
         variables: Mapping[str, str],
         overrides: Mapping[str, object],
+        *,
+        where: str | None = None,
     ) -> None:
-        self._name = name
+        self._where = where
+        self.name = name
         self._document = document
         self._variables = variables
         self._overrides = {key: value for key, value in overrides.items() if value is not None}
@@ -249,18 +332,19 @@ class _Source:
             if variable.startswith(PREFIX) and get_close_matches(variable, VARIABLES, n=1, cutoff=0.92):
                 check_known(variable, VARIABLES, "Environment", kind="variable")
         for section, value in self._document.items():
-            check_known(section, [*_SECTIONS, "retry"], self._name, kind="table")
-            if not isinstance(value, dict) and section != "retry":
-                raise ConfigError(f"{self._name}: expected a table [{section}], got {show(value)}")
+            check_known(section, [*_SECTIONS, *TABLES, "retry"], self.name, kind="table")
+            if not isinstance(value, dict) and section not in ("retry", "routes"):
+                raise ConfigError(f"{self.name}: expected a table [{section}], got {show(value)}")
             if section in _SECTIONS and section != "sink":
                 for key in value:
-                    check_known(key, _list_keys(section), f"{self._name}, [{section}]")
+                    check_known(key, _list_keys(section), self._where or f"{self.name}, [{section}]")
 
     def find(self, dotted: str) -> Given | None:
         """The value that counts: of the command line, else of the environment, else of the file."""
         if dotted in self._overrides:
             return Given(self._overrides[dotted], dotted)
-        variable = _VARIABLE_OF.get(dotted, "")
+        # A variable says nothing of one among several stores or sinks.
+        variable = "" if self._where else _VARIABLE_OF.get(dotted, "")
         if self._variables.get(variable):
             return Given(self._variables[variable], variable, rank=1, is_text=True)
         section, _, key = dotted.partition(".")
@@ -268,7 +352,7 @@ class _Source:
         if table is None or (key and key not in table):
             return None
         value = table[key] if key else table
-        where = f"{self._name}, [{section}] {key}".rstrip()
+        where = f"{self._where or f'{self.name}, [{section}]'} {key}".rstrip()
         filled = fill(value, self._variables, where)
         return Given(filled, where, rank=2, is_text=filled != value)
 
@@ -276,8 +360,52 @@ class _Source:
         found = {key: (self.find(f"{section}.{key}"), read) for key, read in _list_keys(section).items()}
         return {key: read(given) for key, (given, read) in found.items() if given is not None}
 
+    def filled(self, section: str) -> dict[str, Any]:
+        """A table or a list of tables, with its variables filled in."""
+        if section not in self._document:
+            return {}
+        return {section: fill(self._document[section], self._variables, f"{self.name}, [{section}]")}
+
+    def split(self, section: str) -> dict[str, _Source]:
+        """The tables of `[stores.NAME]` or `[sinks.NAME]`, each as if it were the only one."""
+        single = section.removesuffix("s")
+        parts: dict[str, _Source] = {}
+        for name, table in self._document.get(section, {}).items():
+            if not isinstance(table, dict):
+                raise ConfigError(
+                    f"{self.name}, [{section}]: expected tables [{section}.NAME], got {name} = {show(table)}"
+                )
+            where = f"{self.name}, [{section}.{name}]"
+            parts[name] = _Source(self.name, {single: table}, self._variables, {}, where=where)
+        return parts
+
+    def choose_store(self, stores: dict[str, _Source]) -> str | None:
+        """The one of several stores that was named instead of a url; other settings of a store are then its own."""
+        given = {key: value for key, value in self._overrides.items() if key.startswith("store.")}
+        name = given.pop("store.url", None)
+        if not stores or (not given and name is None):
+            return None
+        if not isinstance(name, str) or name not in stores:
+            what = f"{name!r}" if name is not None else f"{next(iter(given))} = {next(iter(given.values()))!r}"
+            raise ConfigError(f"{self.name} has several stores; choose one by name ({', '.join(stores)}), got {what}")
+        for key in list(self._overrides):
+            if key.startswith("store."):
+                del self._overrides[key]
+        stores[name]._overrides.update(given)
+        return name
+
     def names(self, section: str) -> list[str]:
         return list(self._document.get(section, {}))
+
+
+def _check_routes(source: _Source, sinks: Mapping[str, _Source], routes: Sequence[RouteConfig]) -> None:
+    single = source.find("sink.url")
+    if sinks and not routes:
+        raise ConfigError(f"{source.name}: [sinks.NAME] need [[routes]] that say which events go to them")
+    if routes and single is not None:
+        raise ConfigError(f"{single.where}: the [[routes]] of {source.name} decide where events go; leave the sink out")
+    if source.names("stores") and source.find("store.url") is not None:
+        raise ConfigError(f"{source.name}: give a single store, or several as [stores.NAME]; not both")
 
 
 def _make_store(source: _Source) -> StoreConfig:

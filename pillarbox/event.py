@@ -119,6 +119,20 @@ class Event:
         put(self, "max_attempts", _check_attempts(max_attempts))
         put(self, "created_at", None)
 
+    def replace(self, **changes: Any) -> Event:
+        """Return this event with other fields; what is not given stays, id and time included.
+
+        The changes are checked as those of a new event. A new payload gets its content type unless one is given.
+        """
+        names = [name for name in EVENT_FIELDS if name != "created_at"]
+        for name in changes:
+            if name not in names:
+                raise TypeError(f"Event.replace: expected {', '.join(names)}; got {name!r}")
+        checked = Event(**{"type": self.type, "payload": b"", **changes})
+        changed = {*changes, "content_type"} if "payload" in changes else {*changes}
+        # What stays is not checked again: a row of another system may hold what we would refuse.
+        return load_event(*(getattr(checked if name in changed else self, name) for name in EVENT_FIELDS))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Event) and all(
             getattr(self, name) == getattr(other, name) for name in EVENT_FIELDS if name != "created_at"

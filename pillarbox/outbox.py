@@ -123,6 +123,7 @@ class Outbox:
         lanes: Any = None,
         audit: Any = None,
         state: Any = None,
+        history: Any = None,
         **options: Any,
     ) -> Outbox:
         """An outbox on mapped classes made from the layout's mixins.
@@ -130,7 +131,7 @@ class Outbox:
         Relays know the outbox table's name only, so the others are named after it: `…_dead`, `…_lanes`,
         `…_audit`, or as the layout names them.
         """
-        named = {"outbox": outbox, "dead": dead, "lanes": lanes, "audit": audit, "state": state}
+        named = {"outbox": outbox, "dead": dead, "lanes": lanes, "audit": audit, "state": state, "history": history}
         models = {role: model for role, model in named.items() if model is not None}
         layout = get_layout(layout)
         tables = check_models(layout, models)

@@ -33,7 +33,7 @@ from pillarbox.outage import Outage
 from pillarbox.retry import Exponential, Failure, RetryPolicy, describe_error
 from pillarbox.sinks import Sink
 from pillarbox.sinks.order import release_successors
-from pillarbox.stores import Batch, Counts, Mode, Settlement, Store
+from pillarbox.stores import Batch, Counts, Effect, Mode, Settlement, Store
 
 log = logging.getLogger("pillarbox.relay")
 
@@ -98,6 +98,7 @@ class Relay:
         self._is_open = False
         self._is_sink_open = False
         self._stopping = asyncio.Event()
+        self._woken = asyncio.Event()
         self._size = batch_size
         self._use_lease_next = False
         self._ahead = Ahead()
@@ -172,6 +173,10 @@ class Relay:
         """Let `run` or `drain` end: claim nothing more, finish what is under way, give back what takes too long."""
         self._stopping.set()
 
+    def wake(self) -> None:
+        """Look for events now rather than when the pause is over."""
+        self._woken.set()
+
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     async def _loop(self, *, drains: bool) -> None:
@@ -245,13 +250,14 @@ class Relay:
         waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._stopping.wait())}
         if wakes:
             timeout = timedelta(seconds=60 if seconds is None else seconds)
-            waiting.add(asyncio.ensure_future(self.store.wait(timeout)))
+            waiting |= {asyncio.ensure_future(self.store.wait(timeout)), asyncio.ensure_future(self._woken.wait())}
         try:
             await asyncio.wait({*tasks, *waiting}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for future in waiting:
                 future.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+            self._woken.clear()
 
     async def _finish(self, tasks: set[asyncio.Task[Settlement]]) -> None:
         if not tasks:
@@ -437,11 +443,13 @@ class Relay:
 
     async def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> Settlement:
         """Settle; a lease is worth several tries, because what was delivered would else be delivered again."""
+        make_effect = getattr(self.sink, "effect", None)
+        effect: Effect | None = None if make_effect is None else make_effect(batch.claims, outcomes)
         deadline = time.monotonic() + self._lease.total_seconds()
         pause = SETTLE_TRIES_FIRST
         while True:
             try:
-                settlement = await batch.settle(outcomes, park=self._parks)
+                settlement = await batch.settle(outcomes, park=self._parks, effect=effect)
             except StoreUnavailable as error:
                 if batch.mode == "hold" or time.monotonic() + pause > deadline or self._stopping.is_set():
                     log.warning("Could not settle %d events, they will be sent again: %s", len(outcomes), error)

@@ -1,7 +1,62 @@
 """Fixtures and settings shared by all tests."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+import sqlalchemy as sa
 from hypothesis import settings
 
-# The tests share two cores with four database servers: the time of a single example means nothing.
+from tests.brokers import private_broker
+from tests.servers import ServerName, server_url
+
+__all__ = ["private_broker"]
+
+# The tests share two cores with four databases and five brokers: the time of a single example means nothing.
 settings.register_profile("pillarbox", deadline=None)
 settings.load_profile("pillarbox")
+
+DRIVERS = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_databases() -> Iterator[None]:
+    """Give each process of a parallel run databases of its own: what one counts or locks there is not another's."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        yield
+        return
+    name = f"tests_{os.environ['PYTEST_XDIST_TESTRUNUID'][:8]}_{worker}"
+    servers: tuple[ServerName, ...] = ("postgres", "mariadb", "mysql")
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as env:
+        for server in servers:
+            # Whoever needs a server that is not there says so.
+            with suppress(pytest.skip.Exception, pytest.fail.Exception):
+                url = sa.make_url(server_url(server))
+                stack.enter_context(_database(url, name))
+                _point_to(env, server, url.set(database=name))
+        with suppress(pytest.skip.Exception, pytest.fail.Exception):
+            _point_to(env, "pgbouncer", sa.make_url(server_url("pgbouncer")).set(database=name))
+        yield
+
+
+def _point_to(env: pytest.MonkeyPatch, server: ServerName, url: sa.URL) -> None:
+    env.setenv(f"PILLARBOX_TEST_{server.upper()}", url.render_as_string(hide_password=False))
+
+
+@contextmanager
+def _database(url: sa.URL, name: str) -> Iterator[None]:
+    backend = url.get_backend_name()
+    engine = sa.create_engine(url.set(drivername=DRIVERS[backend]), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
+    is_postgres = backend == "postgresql"
+    with engine.connect() as db:
+        # MariaDB's own default is latin1.
+        db.exec_driver_sql(f"CREATE DATABASE {name}{'' if is_postgres else ' CHARACTER SET utf8mb4'}")
+    try:
+        yield
+    finally:
+        with engine.connect() as db:
+            db.exec_driver_sql(f"DROP DATABASE {name}{' WITH (FORCE)' if is_postgres else ''}")

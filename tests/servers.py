@@ -1,7 +1,7 @@
-"""Where the test databases are.
+"""Where the test databases and brokers are.
 
-The environment decides, then `.services/env`, which `make services` writes. A database that is in neither
-is a reason to skip on a laptop, and a failure where PILLARBOX_REQUIRE_SERVICES=1, as in CI.
+The environment decides, then `.services/env`, which `make services` writes. A server that is in neither is
+a reason to skip on a laptop, and a failure where PILLARBOX_REQUIRE_SERVICES=1, as in CI.
 """
 
 import os
@@ -13,19 +13,46 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ENV_FILE = ROOT / ".services" / "env"
 
-ServerName = Literal["postgres", "pgbouncer", "mariadb", "mysql"]
+ServerName = Literal[
+    "postgres",
+    "pgbouncer",
+    "mariadb",
+    "mysql",
+    "kafka",
+    "kafka_sasl",
+    "kafka_tls",
+    "nats",
+    "nats_tls",
+    "nats_token",
+    "rabbitmq",
+    "rabbitmq_tls",
+    "redis",
+    "redis_tls",
+    "redis_cluster",
+    "mosquitto",
+    "mosquitto_tls",
+]
 
 
 def server_url(name: ServerName) -> str:
-    """Return the url of a test database, or skip the test when there is none."""
+    """Return the url of a test server, or skip the test when there is none."""
+    return _variable(name)
+
+
+def certificates() -> Path:
+    """Return the folder with the certificates of the brokers: ca.pem, client.pem, client.key and others."""
+    return Path(_variable("certificates"))
+
+
+def _variable(name: str) -> str:
     key = f"PILLARBOX_TEST_{name.upper()}"
-    url = os.environ.get(key) or _services().get(key)
-    if url is None:
-        reason = f"{name} is not running: make services"
+    value = os.environ.get(key) or _services().get(key)
+    if value is None:
+        reason = f"{name}: {key} is not set, nor in .services/env. Run: make services"
         if os.environ.get("PILLARBOX_REQUIRE_SERVICES") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
-    return url
+    return value
 
 
 def _services() -> dict[str, str]:

@@ -23,10 +23,10 @@ from pillarbox.cli.options import (
     JsonOption,
     Load,
     UsageError,
-    connect,
+    connect_parts,
     default_actor,
     takes_filter,
-    takes_settings,
+    takes_rows,
 )
 from pillarbox.cli.output import print_json, progress, say_count
 from pillarbox.config import Config
@@ -69,7 +69,7 @@ class Task(NamedTuple):
 
 
 @takes_filter
-@takes_settings
+@takes_rows
 def redrive(
     load: Load,
     where: Filter,
@@ -86,7 +86,7 @@ def redrive(
 
 
 @takes_filter
-@takes_settings
+@takes_rows
 def drop(
     load: Load,
     where: Filter,
@@ -106,7 +106,7 @@ def drop(
 
 
 @takes_filter
-@takes_settings
+@takes_rows
 def replay(
     load: Load,
     where: Filter,
@@ -147,14 +147,23 @@ def _run(config: Config, task: Task, as_json: bool) -> None:
 
 
 async def _act(config: Config, task: Task) -> tuple[int, int]:
-    async with connect(config) as store:
-        perform = getattr(store, task.action)
-        matched: int = await perform(task.where, actor=task.actor, limit=task.limit, dry_run=True)
+    async with connect_parts(config) as parts:
+        matches = {name: await _count(store, task) for name, store in parts.items()}
+        matched = sum(matches.values()) if task.limit is None else min(task.limit, sum(matches.values()))
         if task.dry_run or not matched:
             return matched, 0
         if task.asks:
             typer.confirm(f"Delete {say_count(matched, 'dead event')} for good?", abort=True, err=True)
-        return matched, await _act_in_chunks(store, task, matched)
+        done = 0
+        for name, store in parts.items():
+            if matches[name] and done < matched:
+                done += await _act_in_chunks(store, task, min(matches[name], matched - done))
+        return matched, done
+
+
+async def _count(store: SqlStore, task: Task) -> int:
+    count: int = await getattr(store, task.action)(task.where, actor=task.actor, limit=task.limit, dry_run=True)
+    return count
 
 
 async def _act_in_chunks(store: SqlStore, task: Task, matched: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated
 from uuid import UUID
@@ -14,16 +15,16 @@ from pillarbox.cli.actions import drop, redrive, replay
 from pillarbox.cli.options import (
     JsonOption,
     Load,
-    connect,
+    connect_parts,
     parse_id_option,
     takes_filter,
-    takes_settings,
+    takes_rows,
 )
 from pillarbox.cli.output import print_json, print_table
 from pillarbox.cli.records import HEADINGS, describe_record, record_to_json, summarize_record
 from pillarbox.config import Config
 from pillarbox.errors import PillarboxError
-from pillarbox.stores import Filter, Record
+from pillarbox.stores import Filter, Record, State
 
 app = typer.Typer(help="List, show, redrive, drop and replay events.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -42,7 +43,7 @@ class InState(StrEnum):
 
 @app.command("list")
 @takes_filter
-@takes_settings
+@takes_rows
 def list_events(
     load: Load,
     where: Filter,
@@ -62,7 +63,7 @@ def list_events(
 
 
 @app.command()
-@takes_settings
+@takes_rows
 def show(
     load: Load,
     event_id: Annotated[UUID, typer.Argument(parser=parse_id_option, metavar="ID", help="The event's id.")],
@@ -70,8 +71,8 @@ def show(
 ) -> None:
     """Show everything about one event."""
     config = load()
-    # An id that died may have been put again: both are shown.
-    records = asyncio.run(_find(config, Filter(ids=(event_id,)), None, 2))
+    # An id that died may have been put again, and each sink has a row of its own: all are shown.
+    records = asyncio.run(_find(config, Filter(ids=(event_id,)), None, 100))
     if not records:
         raise PillarboxError(
             f"Event {event_id} is not in table {config.store.table or config.get_layout().table!r}. "
@@ -89,5 +90,12 @@ app.command()(replay)
 
 
 async def _find(config: Config, where: Filter, state: InState | None, limit: int) -> Sequence[Record]:
-    async with connect(config) as store:
-        return await store.events(where, state=None if state is None else state.value, limit=limit)
+    wanted: State | None = None if state is None else state.value
+    async with connect_parts(config) as parts:
+        found = [record for store in parts.values() for record in await store.events(where, state=wanted, limit=limit)]
+    return found[:limit] if len(parts) == 1 else sorted(found, key=_put_at, reverse=True)[:limit]
+
+
+def _put_at(record: Record) -> datetime:
+    put_at: datetime | None = record.event.created_at
+    return datetime.min.replace(tzinfo=UTC) if put_at is None else put_at

@@ -18,6 +18,8 @@ def set_up_logging(verbosity: int) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     level = logging.ERROR if verbosity < -1 else _LEVELS.get(verbosity, logging.DEBUG)
     logging.getLogger("pillarbox").setLevel(level)
+    # It logs each failed connection with its traceback; the sink raises the same, and the relay says so once.
+    logging.getLogger("aiormq").setLevel(logging.CRITICAL if verbosity < 1 else logging.WARNING)
     logging.captureWarnings(True)
 
 

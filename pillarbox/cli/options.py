@@ -6,7 +6,7 @@ import getpass
 import inspect
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import wraps
 from pathlib import Path
@@ -101,7 +101,9 @@ _SETTINGS: Final[Mapping[str, _Option]] = {
     "store": (
         Annotated[
             str | None,
-            typer.Option("--store", metavar="URL", help="postgresql://…, mysql://… or sqlite:///file."),
+            typer.Option(
+                "--store", metavar="URL", help="postgresql://…, mysql://…, sqlite:///file, or a store's name."
+            ),
         ],
         None,
     ),
@@ -117,6 +119,16 @@ _SETTINGS: Final[Mapping[str, _Option]] = {
         Annotated[
             Path | None,
             typer.Option("--config", metavar="FILE", help="Settings file (pillarbox.toml if it exists)."),
+        ],
+        None,
+    ),
+}
+
+_RECIPIENT: Final[Mapping[str, _Option]] = {
+    "recipient": (
+        Annotated[
+            str | None,
+            typer.Option("--recipient", metavar="NAME", help="Only the rows for this sink or handler (all)."),
         ],
         None,
     ),
@@ -179,18 +191,26 @@ _FILTER: Final[Mapping[str, _Option]] = {
 
 def takes_settings(function: Command) -> Command:
     """Add the options that choose a store; the command's parameter `load` reads the settings they lead to."""
+    return _take_settings(function, _SETTINGS)
 
+
+def takes_rows(function: Command) -> Command:
+    """The same for a command that may be about the rows of one sink only."""
+    return _take_settings(function, {**_SETTINGS, **_RECIPIENT})
+
+
+def _take_settings(function: Command, options: Mapping[str, _Option]) -> Command:
     def make(chosen: Mapping[str, Any]) -> Load:
         set_up_logging(chosen["verbose"] - chosen["quiet"])
-        names = {"store.url": "store", "store.layout": "layout", "store.table": "table"}
-        store = {key: chosen[name] for key, name in names.items()}
+        names = {"store.url": "store", "store.layout": "layout", "store.table": "table", "store.recipient": "recipient"}
+        store = {key: chosen[name] for key, name in names.items() if name in chosen}
 
         def load(overrides: Mapping[str, object] = MappingProxyType({})) -> Config:
             return load_config(chosen["config"], overrides={**store, **overrides})
 
         return load
 
-    return _add_options(function, "load", make, first=_SETTINGS, last=_LOGGING)
+    return _add_options(function, "load", make, first=options, last=_LOGGING)
 
 
 def takes_filter(function: Command) -> Command:
@@ -238,11 +258,36 @@ def _parameters(options: Mapping[str, _Option]) -> list[inspect.Parameter]:
 # -- the store ---------------------------------------------------------------------------------------------
 
 
+def check_stores(config: Config) -> None:
+    """Raise a usage error when nobody said which store."""
+    if config.store.url is None and not config.stores:
+        raise UsageError("No store given: use --store URL, PILLARBOX_STORE, or url under [store] in pillarbox.toml.")
+
+
 def open_configured_store(config: Config) -> SqlStore:
     """Make the store; it is a usage error when nobody said which."""
-    if config.store.url is None:
-        raise UsageError("No store given: use --store URL, PILLARBOX_STORE, or url under [store] in pillarbox.toml.")
+    check_stores(config)
+    if config.stores:
+        raise UsageError(f"Several stores: choose one with --store NAME: {', '.join(config.stores)}.")
     return config.open_store()
+
+
+@asynccontextmanager
+async def connect_parts(config: Config) -> AsyncIterator[dict[str, SqlStore]]:
+    """Yield a store for the rows of each sink there is, by its name; "" are those that were not routed.
+
+    With a recipient in the settings there is one only.
+    """
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(connect(config))
+        if config.store.recipient is not None:
+            yield {config.store.recipient: first}
+            return
+        parts = {"": first}
+        for name in await first.sinks():
+            if name:
+                parts[name] = await stack.enter_async_context(connect(config.choose_recipient(name)))
+        yield parts
 
 
 @asynccontextmanager

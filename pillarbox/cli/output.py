@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime, timedelta
 from typing import IO, Any
 
@@ -113,3 +113,12 @@ def format_age(age: timedelta | None) -> str:
 
 def format_time(moment: datetime | None) -> str:
     return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def add_counts(counts: Iterable[Counts]) -> Counts:
+    """All counts together, with the age of the oldest."""
+    listed = list(counts)
+    ages = [each.oldest_pending for each in listed if each.oldest_pending is not None]
+    names = [item.name for item in fields(Counts) if item.name != "oldest_pending"]
+    total = {name: sum(getattr(each, name) for each in listed) for name in names}
+    return Counts(**total, oldest_pending=max(ages, default=None))

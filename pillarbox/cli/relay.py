@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from enum import StrEnum
@@ -25,18 +25,17 @@ from pillarbox.cli.options import (
     JsonOption,
     Load,
     UsageError,
+    check_stores,
     duration_option,
-    open_configured_store,
-    takes_settings,
+    takes_rows,
 )
-from pillarbox.cli.output import counts_to_json, describe_counts, print_json
+from pillarbox.cli.output import add_counts, counts_to_json, describe_counts, print_json
 from pillarbox.config import Config
 from pillarbox.errors import SinkUnavailable, StoreUnavailable
 from pillarbox.event import Outcome
+from pillarbox.group import RelayGroup
 from pillarbox.hooks import Hook
 from pillarbox.relay import Relay
-from pillarbox.sinks import Sink
-from pillarbox.sinks.url import mask_url
 from pillarbox.stores import Batch, Counts, Settlement
 from pillarbox.stores.sql import SqlStore
 
@@ -62,7 +61,7 @@ class DeadDoes(StrEnum):
     SKIP = "skip"
 
 
-@takes_settings
+@takes_rows
 def relay(
     load: Load,
     sink: Annotated[
@@ -77,10 +76,6 @@ def relay(
     topics: Annotated[
         list[str] | None,
         typer.Option("--topic", metavar="NAME", help="Only this topic; may be repeated (faststream: queues)."),
-    ] = None,
-    recipient: Annotated[
-        str | None,
-        typer.Option("--recipient", metavar="NAME", help="Only the rows for this one (ekbatan-notifications)."),
     ] = None,
     claim: Annotated[
         ClaimBy | None, typer.Option(help="Hold rows locked, lease them, or as the sink allows (auto).")
@@ -110,7 +105,6 @@ def relay(
         {
             "sink.url": sink,
             "store.topics": topics or None,
-            "store.recipient": recipient,
             "relay.batch_size": batch_size,
             "relay.in_flight": in_flight,
             "relay.claim": None if claim is None else claim.value,
@@ -121,15 +115,17 @@ def relay(
             "relay.stop_timeout": stop_timeout,
         }
     )
-    if config.sink.url is None:
+    if config.sink.url is None and not config.routes:
         raise UsageError("No sink given: use --sink URL, PILLARBOX_SINK, or url under [sink] in pillarbox.toml.")
     tally, remains = asyncio.run(_run(config, drains=drain))
     log.info("%s", _summarize(tally, remains))
     if as_json:
         summary = asdict(tally.total)
         if remains is not None:
-            summary["remaining"] = counts_to_json(remains)
-        print_json(summary, file=sys.stderr if config.sink.url.startswith("stdout:") else sys.stdout)
+            summary["remaining"] = counts_to_json(add_counts(remains.values()))
+        used = [config.sink, *config.sinks.values()]
+        is_taken = any((sink.url or "").startswith("stdout:") for sink in used)
+        print_json(summary, file=sys.stderr if is_taken else sys.stdout)
 
 
 class Tally(Hook):
@@ -147,71 +143,75 @@ class Tally(Hook):
         self.reason = reason
 
 
-async def _run(config: Config, *, drains: bool) -> tuple[Tally, Counts | None]:
+async def _run(config: Config, *, drains: bool) -> tuple[Tally, Mapping[str, Counts] | None]:
+    check_stores(config)
     tally = Tally()
-    store, sink = open_configured_store(config), config.open_sink()
-    relay = config.make_relay(store, sink, hook=tally)
-    _stop_on_signals(relay, tally)
+    group = config.make_group(hook=tally)
+    _stop_on_signals(group, tally)
     try:
-        await _open(relay, drains=drains)
-        log.info("%s", _describe_start(config, store, sink, drains=drains))
+        await _open(group, drains=drains)
+        for relay in group.relays.values():
+            log.info("%s", _describe_start(config, relay, drains=drains))
         # What is loaded by now stays to the end; a collector that looked through it again and again would cost
         # about a seventh of its time.
         gc.collect()
         gc.freeze()
         if not drains:
-            await relay.run()
+            await group.run()
             return tally, None
         # A drain does not wait for a destination that is down, it fails with the reason: once is enough.
         logging.getLogger("pillarbox.breaker").setLevel(logging.ERROR)
-        return tally, await relay.drain()
+        return tally, await group.drain()
     except SinkUnavailable as error:
         raise SinkUnavailable(tally.reason or str(error)) from error
     finally:
-        await relay.close()
+        await group.close()
         # Nothing is left to stop: a late signal must not make a failure of it.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
-async def _open(relay: Relay, *, drains: bool) -> None:
+async def _open(group: RelayGroup, *, drains: bool) -> None:
     try:
-        await relay.open()
+        await group.open()
     except StoreUnavailable:
         # A relay that runs on says itself that the store is down, and tries again until it is back.
         if drains:
             raise
 
 
-def _describe_start(config: Config, store: SqlStore, sink: Sink, *, drains: bool) -> str:
+def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:
+    store, sink = relay.store, relay.sink
     claim = config.relay.claim
     if claim == "auto":
         claim = "hold" if sink.is_quick and "hold" in store.modes else "lease"
+    assert isinstance(store, SqlStore)
+    url = store.url.set(query={}).render_as_string(hide_password=True)
     return (
-        f"{'Draining' if drains else 'Relaying'}: store {mask_url(config.store.url or '')}, "
+        f"{'Draining' if drains else 'Relaying'}: store {url}, "
         f"table {store.tables['outbox'].fullname}, sink {sink.name}, claim by {claim}, "
         f"{'' if store.keeps_order else 'in the order of their times only, '}"
         f"{config.relay.in_flight or store.in_flight} batches of up to {config.relay.batch_size} at once"
     )
 
 
-def _summarize(tally: Tally, remains: Counts | None) -> str:
+def _summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:
     total = tally.total
     done = f"{total.delivered} delivered, {total.retried} to retry, {total.dead} dead"
     if total.lost:
         done += f", {total.lost} lost to another relay"
-    rest = "" if remains is None else f" Remaining: {describe_counts(remains)}."
+    rest = "" if remains is None else f" Remaining: {describe_counts(add_counts(remains.values()))}."
     return f"{'Stopped' if tally.is_stopped else 'Drained'}: {done}.{rest}"
 
 
-def _stop_on_signals(relay: Relay, tally: Tally) -> None:
+def _stop_on_signals(group: RelayGroup, tally: Tally) -> None:
     loop = asyncio.get_running_loop()
     stopped_at: float | None = None
 
     def stop(number: int) -> None:
         log.info("%s: finishing what is under way; once more to end at once.", signal.Signals(number).name)
         tally.is_stopped = True
-        relay.stop()
+        group.stop()
 
     def handle(number: int, frame: object) -> None:
         nonlocal stopped_at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated
 
@@ -17,11 +17,14 @@ from pillarbox.cli.options import (
     Load,
     UsageError,
     connect,
+    connect_parts,
     default_actor,
     duration_option,
+    takes_rows,
     takes_settings,
 )
 from pillarbox.cli.output import (
+    add_counts,
     counts_to_json,
     format_age,
     format_time,
@@ -31,9 +34,11 @@ from pillarbox.cli.output import (
     working,
 )
 from pillarbox.config import Config
+from pillarbox.errors import SinkUnavailable
 from pillarbox.sinks.url import mask_url
 from pillarbox.stores import Counts, Entry, Pruned
 
+CHECK_SECONDS = 10
 _MEANING = {
     "new": "ready, never tried",
     "retrying": "failed before, will be tried again",
@@ -45,25 +50,63 @@ _MEANING = {
 }
 
 
-@takes_settings
-def status(load: Load, as_json: JsonOption = False) -> None:
+@takes_rows
+def status(
+    load: Load,
+    check: Annotated[bool, typer.Option("--check", help="Ask the destinations too; exit 1 when one is down.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Count the events in each part of their life."""
     config = load()
-    table, counts = asyncio.run(_count(config))
+    table, parts = asyncio.run(_count(config))
+    answers = asyncio.run(_check(config)) if check else {}
     if as_json:
-        print_json({"store": mask_url(config.store.url or ""), "table": table, **counts_to_json(counts)})
-        return
-    rows = [(name, getattr(counts, name), meaning) for name, meaning in _MEANING.items()]
-    rows.append(("oldest", format_age(counts.oldest_pending), "age of the oldest undelivered event"))
-    print_table([table, "events", ""], rows, right=["events"])
+        counted = counts_to_json(add_counts(parts.values()))
+        if len(parts) > 1:
+            counted["sinks"] = {name: counts_to_json(counts) for name, counts in parts.items()}
+        if check:
+            counted["destinations"] = answers
+        print_json({"store": mask_url(config.store.url or ""), "table": table, **counted})
+    else:
+        _print_status(table, parts, answers)
+    if any(answer != "up" for answer in answers.values()):
+        raise typer.Exit(1)
 
 
-async def _count(config: Config) -> tuple[str, Counts]:
-    async with connect(config) as store:
-        return store.tables["outbox"].fullname, await store.counts()
+def _print_status(table: str, parts: Mapping[str, Counts], answers: Mapping[str, str]) -> None:
+    columns = list(parts.values())
+    rows = [(name, *(getattr(counts, name) for counts in columns), meaning) for name, meaning in _MEANING.items()]
+    ages = (format_age(counts.oldest_pending) for counts in columns)
+    rows.append(("oldest", *ages, "age of the oldest undelivered event"))
+    names = ["events"] if len(parts) == 1 else [name or "not routed" for name in parts]
+    print_table([table, *names, ""], rows, right=names)
+    for name, answer in answers.items():
+        typer.echo(f"{name}: {answer}")
 
 
-@takes_settings
+async def _check(config: Config) -> dict[str, str]:
+    """Ask every configured destination whether it can take events now."""
+    sinks = [each.open(name) for name, each in config.sinks.items()] or [config.open_sink()]
+    answers = {}
+    for sink in sinks:
+        try:
+            async with asyncio.timeout(CHECK_SECONDS):
+                await sink.check()
+            answers[sink.name] = "up"
+        except (SinkUnavailable, TimeoutError) as error:
+            answers[sink.name] = str(error) or f"no answer within {CHECK_SECONDS} s"
+        finally:
+            await sink.close()
+    return answers
+
+
+async def _count(config: Config) -> tuple[str, dict[str, Counts]]:
+    async with connect_parts(config) as parts:
+        counts = {name: await store.counts() for name, store in parts.items()}
+        return next(iter(parts.values())).tables["outbox"].fullname, counts
+
+
+@takes_rows
 def prune(
     load: Load,
     actor: ActorOption = None,
@@ -92,9 +135,13 @@ def prune(
 async def _prune(
     config: Config, delivered_age: timedelta | None, dead_age: timedelta | None, actor: str, dry_run: bool
 ) -> Pruned:
-    async with connect(config) as store:
+    total = Pruned()
+    async with connect_parts(config) as parts:
         with working("Pruning"):
-            return await store.prune(delivered_age=delivered_age, dead_age=dead_age, actor=actor, dry_run=dry_run)
+            for store in parts.values():
+                pruned = await store.prune(delivered_age=delivered_age, dead_age=dead_age, actor=actor, dry_run=dry_run)
+                total = Pruned(total.delivered + pruned.delivered, total.dead + pruned.dead)
+    return total
 
 
 @takes_settings

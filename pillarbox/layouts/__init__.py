@@ -19,7 +19,7 @@ from pillarbox.layouts.omnibox import (
     omnibox_partitioned_layout,
 )
 from pillarbox.layouts.openoutbox import openoutbox_layout
-from pillarbox.layouts.pillarbox import pillarbox_layout
+from pillarbox.layouts.pillarbox import pillarbox_layout, pillarbox_partitioned_layout
 from pillarbox.layouts.sqloutbox import sqloutbox_layout
 
 __all__ = [
@@ -48,6 +48,7 @@ _LAYOUTS: dict[str, Callable[[], Layout]] = {
     "omnibox-partitioned": omnibox_partitioned_layout,
     "openoutbox": openoutbox_layout,
     "pillarbox": pillarbox_layout,
+    "pillarbox-partitioned": pillarbox_partitioned_layout,
     "sqloutbox": sqloutbox_layout,
 }
 

@@ -176,6 +176,20 @@ class Grave:
     """What identified the row before it died, where that is another column."""
 
 
+@dataclass(frozen=True)
+class History:
+    """Where delivered rows are moved to, the names of their columns there, and the way back.
+
+    The table may be partitioned by the time of delivery. For rows that no partition takes the layout's `kept` is
+    written instead, and they stay where they are.
+    """
+
+    role: str
+    row: str
+    delivered_at: str
+    replay: Move
+
+
 Fallback = Callable[[Any, Any], Any]
 """A field's value from what else of the event was read, and from the row's identity."""
 
@@ -246,8 +260,11 @@ class Layout:
     # -- what becomes of a row ----------------------------------------------------------------------------------------
 
     delivered: Delete | Update | Move
+    """A `Move` goes into the table of the `history`."""
     kept: Update | None = None
-    """What delivered rows become when they are retained, where they would else be deleted."""
+    """What delivered rows become when they are retained, where they would else be deleted; or what they become when
+    they cannot be moved into the history."""
+    history: History | None = None
     retry: Update
     dead: Move | Update
     grave: Grave

@@ -89,7 +89,7 @@ def ensure_partitions(
     check_number("months_ahead", months_ahead, least=0)
     this_month = month_of(now or datetime.now(UTC))
     months = [add_months(this_month, number) for number in range(months_ahead + 1)]
-    with _work(db, table, lock_timeout):
+    with work_on(db, table, lock_timeout):
         parent = find_partitioned(db, table, schema=schema)
         names = {month: name_partition(parent.name, month) for month in months}
         if not _list_missing(db, parent, months):
@@ -118,7 +118,7 @@ def drop_partitions(
     """
     check_number("keep", keep, least=1)
     oldest = add_months(month_of(now or datetime.now(UTC)), 1 - keep)
-    with _work(db, table, lock_timeout):
+    with work_on(db, table, lock_timeout):
         parent = find_partitioned(db, table, schema=schema)
         old = _list_old(db, parent, oldest)
         if old and not dry_run:
@@ -313,7 +313,7 @@ def _read_moment(text: str) -> datetime | None:
 
 
 @contextmanager
-def _work(db: sa.Connection, table: str, lock_timeout: timedelta) -> Iterator[None]:
+def work_on(db: sa.Connection, table: str, lock_timeout: timedelta) -> Iterator[None]:
     """A savepoint in a session that is in UTC and waits briefly; afterwards it is as it was."""
     check_postgres(db)
     level = db.execute(sa.text("SELECT current_setting('transaction_isolation')")).scalar_one()

@@ -6,9 +6,11 @@ object takes a `SinkUrl` and returns a `Sink`. An adapter is imported when a URL
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from pillarbox.errors import ConfigError, PillarboxError
@@ -55,18 +57,54 @@ _OWN: Final = {
     "null": "pillarbox.sinks.null:NullSink.from_url",
     "stdout": "pillarbox.sinks.stdout:StdoutSink.from_url",
     "file": "pillarbox.sinks.file:FileSink.from_url",
+    "kafka": "pillarbox.sinks.kafka:KafkaSink.from_url",
+    "nats": "pillarbox.sinks.nats:NatsSink.from_url",
+    "tls": "pillarbox.sinks.nats:NatsSink.from_url",
+    "amqp": "pillarbox.sinks.rabbitmq:RabbitmqSink.from_url",
+    "amqps": "pillarbox.sinks.rabbitmq:RabbitmqSink.from_url",
+    "redis": "pillarbox.sinks.redis:RedisSink.from_url",
+    "rediss": "pillarbox.sinks.redis:RedisSink.from_url",
+    "mqtt": "pillarbox.sinks.mqtt:MqttSink.from_url",
+    "mqtts": "pillarbox.sinks.mqtt:MqttSink.from_url",
+    "http": "pillarbox.sinks.http:HttpSink.from_url",
+    "https": "pillarbox.sinks.http:HttpSink.from_url",
+    "postgresql": "pillarbox.sinks.sql:SqlSink.from_url",
+    "mysql": "pillarbox.sinks.sql:SqlSink.from_url",
+    "mariadb": "pillarbox.sinks.sql:SqlSink.from_url",
+    "sqlite": "pillarbox.sinks.sql:SqlSink.from_url",
 }
+
+
+_FOR_ALL: Final = ("rate", "burst", "transform")
 
 
 def open_sink(url: str, *, name: str | None = None, **options: Any) -> Sink:
     """Make the sink a URL names, not yet connected: the relay calls its `open`.
 
     `name` is what errors, logs and status call it, the URL without its secrets when not given. Options are
-    those of the URL's query and those given here; an unknown one is refused.
+    those of the URL's query and those given here; an unknown one is refused. Every sink takes `rate` and `burst`
+    (see `LimitedSink`) and `transform`, a function or its name as `module:function` (see `TransformSink`).
     """
     parsed = parse_sink_url(url, name=name, options=options)
     factory: Callable[[SinkUrl], Sink] = _load_factory(parsed)
-    return factory(parsed)
+    rest = {key: value for key, value in parsed.options.items() if key not in _FOR_ALL}
+    return _wrap(factory(replace(parsed, options=MappingProxyType(rest))), parsed.options)
+
+
+def _wrap(sink: Sink, options: Mapping[str, Any]) -> Sink:
+    """Put what every sink may have before it: a limit, and a function that changes events."""
+    from pillarbox.sinks.limit import LimitedSink
+    from pillarbox.sinks.transform import TransformSink, load_function
+    from pillarbox.values import as_number
+
+    if "burst" in options and "rate" not in options:
+        raise ConfigError(f"Sink {sink.name!r} burst: give rate as well")
+    if "rate" in options:
+        sink = LimitedSink(sink, rate=as_number(options["rate"]), burst=as_number(options.get("burst")))
+    transform = options.get("transform")
+    if isinstance(transform, str):
+        transform = load_function(transform, what=f"Sink {sink.name!r} transform")
+    return sink if transform is None else TransformSink(sink, transform)
 
 
 def list_schemes() -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,10 +12,11 @@ from typing import Any
 
 from pillarbox.durations import format_duration
 from pillarbox.errors import ConfigError, SinkUnavailable
-from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Released, Retry
+from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Outcome, Released, Retry
 from pillarbox.retry import describe_error
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.threads import finish
+from pillarbox.sinks.workers import send_groups
 
 
 class CallableSink:
@@ -62,34 +62,10 @@ class CallableSink:
         pass
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
-        outcomes: list[Outcome] = [RELEASED] * len(claims)
-        keys = deque(group_by_key(claims))
-        outages: list[SinkUnavailable] = []
+        async def send(step: Sequence[Claim]) -> Sequence[Outcome]:
+            return [await self._call(step[0])]
 
-        async def work() -> None:
-            while keys:
-                for position in keys.popleft():
-                    await self._slots.acquire()
-                    if outages:
-                        self._slots.release()
-                        return
-                    try:
-                        outcomes[position] = await self._call(claims[position])
-                    except SinkUnavailable as outage:
-                        outages.append(outage)
-                        return
-                    if not isinstance(outcomes[position], Delivered):
-                        break
-
-        # Not a TaskGroup: that swallows a second cancellation instead of passing it on.
-        workers = [work() for _ in range(min(self._concurrency, len(keys)))]
-        for error in await asyncio.gather(*workers, return_exceptions=True):
-            if error is not None:
-                raise error
-        if outages:
-            after = max((outage.after for outage in outages if outage.after is not None), default=None)
-            raise SinkUnavailable(str(outages[0]), after=after, outcomes=outcomes) from outages[0]
-        return outcomes
+        return await send_groups(claims, group_by_key(claims), send, slots=self._slots, width=self._concurrency)
 
     async def close(self) -> None:
         """Let the threads go; a call that still runs after its timeout ends on its own."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+from pillarbox.errors import SinkUnavailable
 from pillarbox.event import RELEASED, Claim, Delivered, Outcome
+
+Deliver = Callable[[Sequence[Claim]], Awaitable[Sequence[Outcome]]]
 
 
 def group_by_key(claims: Sequence[Claim]) -> list[list[int]]:
@@ -42,3 +45,21 @@ def release_successors(claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> 
                 stopped.add(key)
         ordered.append(outcome)
     return ordered
+
+
+async def deliver_rest(deliver: Deliver, claims: Sequence[Claim], decided: Sequence[Outcome | None]) -> list[Outcome]:
+    """Deliver the claims that are not decided yet and return the outcomes of all, in order.
+
+    A `SinkUnavailable` passes with the outcomes of all as well.
+    """
+    rest = [claim for claim, outcome in zip(claims, decided, strict=True) if outcome is None]
+
+    def merge(outcomes: Sequence[Outcome]) -> list[Outcome]:
+        results = iter(outcomes)
+        return [next(results) if outcome is None else outcome for outcome in decided]
+
+    try:
+        return merge(await deliver(rest) if rest else [])
+    except SinkUnavailable as outage:
+        outage.outcomes = merge([RELEASED] * len(rest) if outage.outcomes is None else outage.outcomes)
+        raise

@@ -14,6 +14,9 @@ from pillarbox.errors import ConfigError
 
 MASK: Final = "***"
 
+WEB_SCHEMES: Final = frozenset({"http", "https"})
+"""Schemes whose query belongs to the destination: a sink's options then stand beside the url only."""
+
 # Up to the last @ of the whole text: a password that should have been escaped may contain /, ? or another @.
 _CREDENTIALS: Final = re.compile(r"^([^:/?#@]*:(?://)?)([^:@]*)(.*)@", re.DOTALL)
 _SECRET_OPTION: Final = re.compile(
@@ -36,7 +39,8 @@ class SinkUrl:
     """A sink's URL taken apart, as an adapter's factory receives it.
 
     `text` is the whole URL with its secrets; `location` is what stands between scheme and options, decoded.
-    `options` are those of the query (texts) and those given beside the URL.
+    `options` are those of the query (texts) and those given beside the URL. A web address keeps its query to itself:
+    there it is a part of `text` alone.
     """
 
     text: str = field(repr=False)
@@ -72,7 +76,8 @@ def parse_sink_url(url: object, *, name: str | None, options: Mapping[str, Any])
         raise ConfigError(f"{what}: expected a url without control characters and outer blanks, got {shown!r}")
     try:
         parts = urlsplit(url)
-        given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        query = "" if parts.scheme in WEB_SCHEMES else parts.query
+        given = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
         # The parser's own message may quote the part of the URL that holds the password.
         raise ConfigError(f"{what}: the url {shown!r} cannot be read; escape special characters with %") from error
@@ -86,8 +91,16 @@ def parse_sink_url(url: object, *, name: str | None, options: Mapping[str, Any])
     authority = f"//{parts.netloc}" if parts.netloc else ""
     return SinkUrl(
         text=url,
-        name=name or shown,
+        name=name or (_show_origin(url) if parts.scheme in WEB_SCHEMES else shown),
         scheme=parts.scheme,
         location=unquote(authority + parts.path),
         options=MappingProxyType(merged),
+    )
+
+
+def _show_origin(url: str) -> str:
+    # A webhook's path is often its secret.
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" + (
+        "/…" if parts.path.strip("/") or parts.query else ""
     )

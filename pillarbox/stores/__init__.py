@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, Protocol
@@ -11,6 +11,8 @@ from uuid import UUID
 from pillarbox.event import Claim, Outcome
 
 Mode = Literal["hold", "lease"]
+Effect = Callable[[Any], None]
+"""What is to commit together with a settlement: called with the database connection of that transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Batch(Protocol):
     """The claims of one call, to be settled once.
 
     - `settle` takes one outcome a claim, in order, with every `Retry` carrying its delay; what it writes is one
-      transaction. A claim whose fence is no longer in its row changes nothing and is counted as lost.
+      transaction. A claim whose fence is no longer in its row changes nothing and is counted as lost. An `effect`
+      commits with it; when a claim is lost there is neither effect nor settlement, and what is still ours is released.
     - `renew` extends the claims that are still ours and returns the others; a held batch has nothing to renew.
     - `abandon` gives every claim back untried; it may be called after a failed `settle` and never raises for a lost
       connection, because then the database gives them back by itself.
@@ -57,7 +60,9 @@ class Batch(Protocol):
     def has_tried(self) -> bool:
         """Whether rows were left because a hold takes no row that was tried before; a lease takes them."""
 
-    async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement: ...
+    async def settle(
+        self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
+    ) -> Settlement: ...
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]: ...
 

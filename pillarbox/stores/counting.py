@@ -57,6 +57,9 @@ class Counting:
         dead = db.execute(sa.select(self._count(self._grave, is_dead(self._layout, self._grave)))).scalar_one()
         age = None if row[-1] is None else timedelta(seconds=max(0.0, -float(row[-1])))
         counted: dict[str, int] = dict(zip(_PARTS, row, strict=False))
+        if self._layout.history is not None:
+            history = self._count(self._t.tables[self._layout.history.role], sa.true())
+            counted["delivered"] += db.execute(sa.select(history)).scalar_one()
         return Counts(**counted, dead=dead, oldest_pending=age)
 
     def _count_part(self, name: str) -> Any:

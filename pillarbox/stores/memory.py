@@ -29,7 +29,7 @@ from pillarbox.event import (
     Retry,
     load_event,
 )
-from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores import Counts, Effect, Entry, Filter, Mode, Pruned, Record, Settlement, State
 
 _SHOWN = tuple(Record.__dataclass_fields__)
 LAPSED = "The lease lapsed: the relay that held this event died or stalled."
@@ -86,7 +86,11 @@ class MemoryBatch:
         self.is_full = False
         self.has_tried = False
 
-    async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
+    async def settle(
+        self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
+    ) -> Settlement:
+        if effect is not None:
+            raise Unsupported(f"Store {self._store.name}: there is no transaction that an effect could join")
         if self.mode == "hold" and self._is_settled:
             raise StoreUnavailable(f"Store {self._store.name}: this batch was settled or abandoned before")
         settlement = self._store.settle(self, outcomes, park=park)

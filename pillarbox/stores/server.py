@@ -9,12 +9,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pillarbox.errors import StoreUnavailable
 from pillarbox.event import Claim, Outcome
-from pillarbox.stores import Mode, Settlement
+from pillarbox.stores import Effect, Mode, Settlement
 from pillarbox.stores.sql import SqlStore, T, Work, translate
 from pillarbox.stores.transitions import Taken
 
@@ -35,14 +36,20 @@ class HoldBatch:
         self.is_full = taken.is_full
         self.has_tried = taken.has_tried
 
-    async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
+    async def settle(
+        self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
+    ) -> Settlement:
         connection, self._connection = self._connection, None
         if connection is None:
             raise StoreUnavailable(f"Store {self._store.name}: this batch was settled or abandoned before")
+
+        def write(db: sa.Connection) -> Settlement:
+            if effect is not None:
+                effect(db)
+            return self._store.transitions.settle(db, self.claims, outcomes, mode="hold", park=park)
+
         try:
-            settlement = await connection.run_sync(
-                lambda db: self._store.transitions.settle(db, self.claims, outcomes, mode="hold", park=park)
-            )
+            settlement = await connection.run_sync(write)
             await connection.commit()
         except DBAPIError as error:
             raise translate(error, self._store) from error

@@ -17,8 +17,9 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Program
 from pillarbox.errors import ConfigError, SchemaError, StoreUnavailable, Unsupported
 from pillarbox.event import RELEASED, Claim, Outcome
 from pillarbox.layouts import Feature, Layout, check_database, declare_layout
-from pillarbox.stores import Counts, Entry, Filter, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores import Counts, Effect, Entry, Filter, Mode, Pruned, Record, Settlement, State
 from pillarbox.stores.build import build_transitions
+from pillarbox.stores.moving import has_no_partition
 from pillarbox.stores.operations import Operations
 from pillarbox.stores.transitions import DEFAULT_LEASE, Taken
 
@@ -30,6 +31,14 @@ log = logging.getLogger("pillarbox.store")
 WAKE_EVERY = 0.1
 LOOK_AGAIN = 1.0
 MAX_CONFLICTS = 5
+
+
+class _ClaimsLost(Exception):
+    """Ends the transaction of an effect whose claims are somebody else's by now."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
 
 
 class LeaseBatch:
@@ -45,12 +54,27 @@ class LeaseBatch:
         self.lanes = set(taken.lanes)
         store.busy_lanes.update(self.lanes)
 
-    async def settle(self, outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
-        settlement = await self._store.run(
-            lambda db: self._store.transitions.settle(db, self.claims, outcomes, mode="lease", park=park)
-        )
+    async def settle(
+        self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
+    ) -> Settlement:
+        def write(db: sa.Connection) -> Settlement:
+            if effect is not None:
+                effect(db)
+            settlement = self._store.transitions.settle(db, self.claims, outcomes, mode="lease", park=park)
+            if effect is not None and settlement.lost:
+                raise _ClaimsLost(settlement.lost)
+            return settlement
+
+        try:
+            settlement = await self._store.run(write)
+        except _ClaimsLost as error:
+            return await self._give_up(error.count)
         self._leave_lanes()
         return settlement
+
+    async def _give_up(self, lost: int) -> Settlement:
+        await self.abandon()
+        return Settlement(released=len(self.claims) - lost, lost=lost)
 
     def _leave_lanes(self) -> None:
         self._store.busy_lanes.subtract(self.lanes)
@@ -149,7 +173,7 @@ class SqlStore(ABC):
     async def open(self) -> None:
         if self.layout.order is not None:
             await self.run(self._ensure_lanes)
-        else:
+        if self.layout.order is None or self.layout.history is not None:
             await self.run(self._look, writes=False)
 
     def _look(self, db: sa.Connection) -> None:
@@ -243,6 +267,15 @@ class SqlStore(ABC):
                 "Writers and relays must use the number of lanes that the table was made with."
             )
 
+    async def sinks(self) -> list[str]:
+        """The sinks that relays have claimed rows for: "" is every row that was not routed."""
+        if self.layout.order is None:
+            return [self.sink]
+        lanes = self.tables["lanes"]
+        query = sa.select(lanes.c.sink).distinct().where(lanes.c.sink.not_like("#%")).order_by(lanes.c.sink)
+        found = await self.run(lambda db: list(db.execute(query).scalars()), writes=False)
+        return ["", *(sink for sink in found if sink)]
+
     # -- what operators do ------------------------------------------------------------------------------------------
 
     async def counts(self) -> Counts:
@@ -321,6 +354,8 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
         return SchemaError(f"Store {store.name}: {text}. Run `pillarbox schema create` or your migration first.")
     if state == "42703" or number == 1054 or "no such column" in text:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")
+    if has_no_partition(error):
+        return SchemaError(f"Store {store.name}: {text}. `pillarbox partitions ensure` makes the months' partitions.")
     if is_refused(state, number):
         return ConfigError(f"Store {store.name}: {text}")
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):

@@ -29,6 +29,7 @@ from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
 from pillarbox.stores.dialect import Given, GivenRows, Kinds, SameForAll, UsedColumns, delete_given, is_mysql
 from pillarbox.stores.hot import Hot
+from pillarbox.stores.moving import Mover, Run, has_no_partition
 from pillarbox.stores.outcomes import group_outcomes
 
 log = logging.getLogger("pillarbox.store")
@@ -81,7 +82,9 @@ class Transitions(ABC):
         self.max_attempts: int | None = None
         self.parks = True
         self._hints = is_mysql(dialect)
-        self._delivered = layout.kept if retain and layout.kept is not None else layout.delivered
+        keeps = retain and isinstance(layout.delivered, Delete)
+        self._delivered = layout.kept if keeps and layout.kept is not None else layout.delivered
+        self._has_stayed = False
         self._deletes = not self._hints and isinstance(self._delivered, Delete)
         self._row = self.outbox.c[layout.row]
         self._names = layout.rows
@@ -92,6 +95,12 @@ class Transitions(ABC):
         self._lapsed = self._build_lapsed()
         self._writes = {
             fenced: {name: self._build_write(self.held, write, fenced) for name, write in self._updates().items()}
+            for fenced in (False, True)
+        }
+        # With a side table the fence is not in the row that moves, and its claims are checked before.
+        moves = {"delivered": self._delivered, "dead": layout.dead} if layout.side is None else {}
+        self._moves = {
+            fenced: {name: self._build_move(move, fenced) for name, move in moves.items() if isinstance(move, Move)}
             for fenced in (False, True)
         }
 
@@ -224,11 +233,9 @@ class Transitions(ABC):
         groups = group_outcomes(claims, outcomes, park)
         if mode == "hold":
             groups["release"] = []
-        counts = {
-            name: self._write(db, name, groups[name], fenced=fenced) if groups[name] else 0
-            for name in ("delivered", "retry", "release")
-        }
-        counts["dead"] = self._bury(db, groups["dead"], fenced=fenced) if groups["dead"] else 0
+        counts = {name: self._write(db, name, groups[name], fenced=fenced) for name in ("retry", "release")}
+        for name, write in (("delivered", self._write_delivered), ("dead", self._bury)):
+            counts[name] = write(db, groups[name], fenced=fenced) if groups[name] else 0
         if fenced:
             self._settled(db, claims, outcomes, groups, park)
         lost = sum(len(rows) for rows in groups.values()) - sum(counts.values())
@@ -299,34 +306,31 @@ class Transitions(ABC):
             for given in rows:
                 log.warning("Row %s of %s is dead: %s", given.row_id, self.outbox.fullname, given.error)
         if isinstance(dead, Move):
-            return self.move(db, dead, rows, fenced=fenced)
+            return self._moves[fenced]["dead"](db, rows)
         return self._write(db, "dead", rows, fenced=fenced)
 
-    def move(self, db: sa.Connection, move: Move, rows: Sequence[Given], *, fenced: bool) -> int:
-        """Move outbox rows into another table."""
-        match = self._match(self._given, fenced)
-        lock = self._given_first(sa.select(*self._identity()))
-        lock = lock.where(match(self.outbox.c)).with_for_update(of=self.outbox)
-        by_row = {given.row_id: given for given in rows}
-        found = [self._identify(row) for row in db.execute(lock, self._given.params(rows))]
-        if not found:
-            return 0
-        params = self._given.params([by_row[row] for row in found])
-        target = self.tables[move.into]
-        values = move.values(self.outbox.c, self._given.c)
-        columns = [column.name for column in target.c if column.name in self.outbox.c or column.name in values]
-        columns = [name for name in columns if name in values or not _is_generated(target.c[name])]
-        wanted = (_as_column(values.get(name, self.outbox.c.get(name)), name) for name in columns)
-        source = self._given_first(sa.select(*wanted))
-        db.execute(sa.insert(target).from_select(columns, source.where(match(self.outbox.c))), params)
-        gone = delete_given(self.dialect, self.outbox, self.layout.row, match)
-        return Hot(gone).execute(db, params).rowcount
-
-    def _given_first(self, query: sa.Select[Any]) -> sa.Select[Any]:
-        joined = query.select_from(self._given.table, self.outbox)
-        if not self._hints:
-            return joined
-        return joined.prefix_with("STRAIGHT_JOIN").with_hint(self.outbox, "FORCE INDEX (PRIMARY)", self.dialect)
+    def _write_delivered(self, db: sa.Connection, rows: Sequence[Given], *, fenced: bool) -> int:
+        if not isinstance(self._delivered, Move):
+            return self._write(db, "delivered", rows, fenced=fenced)
+        if self.layout.kept is None:
+            return self._moves[fenced]["delivered"](db, rows)
+        try:
+            with db.begin_nested():
+                moved = self._moves[fenced]["delivered"](db, rows)
+        except sa.exc.IntegrityError as error:
+            if not has_no_partition(error):
+                raise
+            # They were delivered, so they must not stay claimable for want of a place to go.
+            if not self._has_stayed:
+                log.warning(
+                    "Table %s has no partition for events delivered now; they stay in %s until `pillarbox partitions "
+                    "ensure` has run.",
+                    *(self.tables[self._delivered.into].fullname, self.outbox.fullname),
+                )
+            self._has_stayed = True
+            return self._write(db, "kept", rows, fenced=fenced)
+        self._has_stayed = False
+        return moved
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -347,6 +351,8 @@ class Transitions(ABC):
         }
         if not isinstance(self._delivered, Move):
             updates["delivered"] = self._delivered
+        elif layout.kept is not None:
+            updates["kept"] = layout.kept
         if isinstance(layout.dead, Update):
             updates["dead"] = layout.dead
         return updates
@@ -380,14 +386,24 @@ class Transitions(ABC):
 
         return match
 
-    def _build_write(self, table: sa.Table, write: Update | Delete, fenced: bool) -> _Write:
+    def _give(self, table: sa.Table, write: Update | Delete | Move, fenced: bool) -> GivenRows:
+        """Of a batch only what a write reads."""
         names = {*self._kinds.row_names, "fence"} if fenced else {*self._kinds.row_names}
-        if isinstance(write, Update):
+        if not isinstance(write, Delete):
             used = UsedColumns(self._given)
             write.values(table.c, used)
             names |= used.names
-        given = GivenRows(self.dialect, self._kinds, names)
-        same = SameForAll(self.dialect, self._kinds, names)
+        return GivenRows(self.dialect, self._kinds, names)
+
+    def _build_move(self, move: Move, fenced: bool) -> Run:
+        target, fence = self.tables[move.into], self.layout.lease.fence if fenced else None
+        mover = Mover(move, self.outbox, target, dialect=self.dialect, rows=self._names, fence=fence)
+        given = self._give(self.outbox, move, fenced)
+        return mover.build(given, SameForAll(self.dialect, self._kinds, given.names))
+
+    def _build_write(self, table: sa.Table, write: Update | Delete, fenced: bool) -> _Write:
+        given = self._give(table, write, fenced)
+        same = SameForAll(self.dialect, self._kinds, given.names)
         match = self._match(given, fenced)
         row = table.c[self._names[0]]
         is_mine = same.is_row(row)
@@ -436,12 +452,3 @@ class Transitions(ABC):
                 for wait in self.layout.waits
             )
         )
-
-
-def _is_generated(column: sa.Column[Any]) -> bool:
-    return column.autoincrement is True or column.identity is not None
-
-
-def _as_column(value: Any, name: str) -> ColumnElement[Any]:
-    element = value if isinstance(value, ColumnElement) else sa.literal(value) if value is not None else sa.null()
-    return element.label(name)

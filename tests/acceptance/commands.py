@@ -1,7 +1,10 @@
-"""A table of one's own, and the commands of the real command line on it, each a process."""
+"""A table of one's own, and the commands of the real command line on it, each a process.
+
+A command that just runs to its end is forked from a launcher; one that a test talks to, signals or gives a terminal
+is an interpreter of its own, with pipes.
+"""
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +18,7 @@ import orjson
 import sqlalchemy as sa
 
 from pillarbox import CallableSink, Counts, Dead, Event, Outbox, Outcome, Relay, open_store
+from tests.acceptance.launcher import Launcher, clean_env
 
 TIMEOUT = 60
 COUNTED = ("new", "retrying", "held", "scheduled", "blocked", "delivered", "dead")
@@ -37,9 +41,11 @@ class Done:
         return [orjson.loads(line) for line in self.out.splitlines()]
 
 
+Run = Callable[..., Done]
+
+
 def start(*args: str, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PILLARBOX_")}
-    env |= {"COLUMNS": "200", **options.pop("env", {})}
+    env = {**clean_env(), "COLUMNS": "200"}
     command = [sys.executable, "-m", "pillarbox", *args]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
@@ -61,13 +67,21 @@ def end(process: subprocess.Popen[str]) -> None:
         process.communicate()
 
 
-class Table:
-    """An outbox table of one's own, and the commands on it."""
+def run(launcher: Launcher, *args: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
+    """Run a command until it ends."""
+    out, err = (cwd / f".{name}_{uuid4().hex[:8]}" for name in ("out", "err"))
+    code = launcher.run(*args, cwd=cwd, out=out, err=err, env={"COLUMNS": "200", **(env or {})}, timeout=TIMEOUT)
+    return Done(code, out.read_text(), err.read_text())
 
-    def __init__(self, url: str, folder: Path) -> None:
+
+class Table:
+    """An outbox table of one's own, and the commands on it; `run` runs one until it ends."""
+
+    def __init__(self, url: str, folder: Path, run: Run) -> None:
         self.url = url
         self.name = f"cli_{uuid4().hex[:12]}"
         self.folder = folder
+        self._run = run
         driver = {"postgresql:": "postgresql+psycopg:", "mysql:": "mysql+pymysql:"}
         scheme, rest = url.split("//", 1)
         self.engine = sa.create_engine(f"{driver.get(scheme, scheme)}//{rest}")
@@ -75,12 +89,16 @@ class Table:
         self._processes: list[subprocess.Popen[str]] = []
 
     def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
-        process = start(*args, "--store", self.url, "--table", self.name, cwd=self.folder, **options)
+        process = start(*args, *self._options, cwd=self.folder, **options)
         self._processes.append(process)
         return process
 
     def run(self, *args: str, **options: Any) -> Done:
-        return finish(self.start(*args, **options))
+        return self._run(*args, *self._options, **options)
+
+    @property
+    def _options(self) -> list[str]:
+        return ["--store", self.url, "--table", self.name]
 
     def create(self) -> "Table":
         self.outbox.table.metadata.create_all(self.engine)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -29,11 +30,12 @@ from uuid import uuid4
 import pytest
 import sqlalchemy as sa
 
-from tests.acceptance.docs_launcher import Terminal
+from tests.acceptance.launcher import Launcher
 from tests.servers import ROOT, ServerName, server_url
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 LANGUAGES = ("python", "console", "toml", "sh", "sql", "text")
+DATABASES = ("postgres", "pgbouncer", "mariadb", "mysql")
 DRIVERS = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql"}
 
 _FENCE = re.compile(r"\s*```(.*)")
@@ -98,12 +100,23 @@ def read_sections(page: Path) -> dict[str, str]:
 # -- following a page --------------------------------------------------------------------------------------
 
 
+def type_command(launcher: Launcher, command: str, *, cwd: Path, env: dict[str, str]) -> str:
+    """Run a command line until it ends; what it prints, on standard output and standard error."""
+    program, *args = shlex.split(command)
+    if program != "pillarbox" and program != "python":
+        raise AssertionError(f"expected pillarbox or python, got {command!r}")
+    printed = cwd / ".printed"
+    printed.unlink(missing_ok=True)
+    launcher.run(*args, program=program, cwd=cwd, out=printed, err=printed, env=env)
+    return printed.read_text()
+
+
 @dataclass
 class Reader:
     """Follows one page in a folder of its own, as a reader at a terminal would."""
 
     folder: Path
-    terminal: Terminal
+    launcher: Launcher
     urls: dict[str, str] = field(default_factory=dict)
     _ids: dict[str, str] = field(default_factory=dict)
     _module: ModuleType = field(default_factory=lambda: ModuleType(f"page_{uuid4().hex}"))
@@ -133,7 +146,7 @@ class Reader:
             self._printed = self._execute(block)
         elif block.language == "console":
             for line, command, expected in split_commands(block):
-                printed = self.terminal.type(self._with_ids(command), cwd=self.folder, env=self.urls)
+                printed = type_command(self.launcher, self._with_ids(command), cwd=self.folder, env=self.urls)
                 self._compare(expected, printed, f"{block.place}+{line}: {command}")
 
     def _execute(self, block: Block) -> str:
@@ -194,7 +207,10 @@ def compile_expected(expected: str) -> tuple[str, list[str]]:
 
 @contextmanager
 def own_database(server: ServerName) -> Iterator[str]:
-    """The url of a new database on a test server, dropped afterwards."""
+    """The url of a new database on a test server, dropped afterwards; of a broker, its own url."""
+    if server not in DATABASES:
+        yield server_url(server)
+        return
     url = sa.make_url(server_url(server))
     name = f"docs_{uuid4().hex[:12]}"
     # Through a pooler a database is only used: it is made on the server itself.

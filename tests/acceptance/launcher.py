@@ -1,6 +1,6 @@
-"""Starts the command line as processes without the second that every new interpreter spends on imports.
+"""Starts `pillarbox …` and `python …` as processes without the second that every new interpreter spends on imports.
 
-A launcher is a process that has imported the command line, has no threads and no event loop, and forks for each
+A launcher is a process that has imported what the commands need, has no threads and no event loop, and forks for each
 command: the child runs `pillarbox.cli.main` exactly as `python -m pillarbox` does. Requests and answers are lines of
 JSON on the launcher's standard input and output.
 """
@@ -8,17 +8,29 @@ JSON on the launcher's standard input and output.
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import orjson
 import psutil
 
 from tests.servers import ROOT
+
+IMPORTED = (
+    *("pillarbox.cli", "pillarbox.stores.mysql", "pillarbox.stores.postgres", "pillarbox.stores.sqlite"),
+    *("rich.console", "rich.table", "sqlalchemy.ext.asyncio", "sqlalchemy.orm"),
+)
+
+Program = Literal["pillarbox", "python"]
 
 
 def clean_env() -> dict[str, str]:
@@ -39,10 +51,27 @@ class Launcher:
             stdout=subprocess.PIPE,
         )
 
-    def start(self, *args: str, cwd: Path, out: Path, err: Path) -> Command:
-        """Run `pillarbox` with these arguments, its output going to files."""
-        pid = self.ask({"args": args, "cwd": str(cwd), "out": str(out), "err": str(err)})
+    def start(
+        self,
+        *args: str,
+        cwd: Path,
+        out: Path,
+        err: Path,
+        env: Mapping[str, str] = MappingProxyType({}),
+        program: Program = "pillarbox",
+    ) -> Command:
+        """Run a program with these arguments and these more variables, its output going to files."""
+        where = {"cwd": str(cwd), "out": str(out), "err": str(err)}
+        pid = self.ask({"program": program, "args": args, "env": dict(env), **where})
         return Command(self, pid)
+
+    def run(self, *args: str, timeout: float = 60.0, **options: Any) -> int:
+        """Run a program until it ends; returns its exit code."""
+        command = self.start(*args, **options)
+        try:
+            return command.wait(timeout)
+        finally:
+            command.kill()
 
     def ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
@@ -74,7 +103,7 @@ class Command:
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"pillarbox ({self.pid})", timeout)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(0.01)
         return code
 
@@ -95,12 +124,12 @@ class Command:
         return {each.path for each in psutil.Process(self.pid).open_files()}
 
 
-def _serve() -> None:
-    import pillarbox.cli
-    import pillarbox.stores.mysql
-    import pillarbox.stores.postgres
-    import pillarbox.stores.sqlite  # noqa: F401  only so that no child has to
+# -- in the launcher ---------------------------------------------------------------------------------------
 
+
+def _serve() -> None:
+    for name in IMPORTED:
+        import_module(name)
     for line in sys.stdin.buffer:
         request = orjson.loads(line)
         answer = _poll(request["poll"]) if "poll" in request else _fork(request)
@@ -124,19 +153,37 @@ def _fork(request: dict[str, Any]) -> int:
 
 
 def _run(request: dict[str, Any]) -> int:
-    from pillarbox.cli import main
-
     os.chdir(request["cwd"])
+    os.environ.update(request["env"])
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, path in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
         os.dup2(os.open(path, flags if number else os.O_RDONLY, 0o666), number)
-    sys.argv = ["pillarbox", *request["args"]]
+    code: Any = 0
     try:
-        main()
+        _call(request["program"], request["args"])
     except SystemExit as end:
-        sys.stdout.flush()
-        return int(end.code or 0)
-    return 0
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return int(code or 0)
+
+
+def _call(program: Program, args: list[str]) -> None:
+    from pillarbox.cli import main
+
+    sys.path.insert(0, os.getcwd())
+    if program == "pillarbox":
+        sys.argv = ["pillarbox", *args]
+        main()
+    elif args[0] == "-c":
+        sys.argv = ["-c", *args[2:]]
+        exec(compile(args[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = args
+        runpy.run_path(args[0], run_name="__main__")
 
 
 if __name__ == "__main__":

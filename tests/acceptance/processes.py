@@ -309,8 +309,8 @@ class RelayProcess:
         self.file = file
         self.log_file = file.parent / f"relay-{uuid4().hex[:8]}.log"
         where = ["--store", database.url, "--sink", f"file:{file}?lock_timeout=60s"]
-        paths = {"cwd": file.parent, "out": self.log_file, "err": self.log_file}
-        self.process = launcher.start("relay", *where, *options, "-vv", **paths)
+        args = ["relay", *where, *options, "-vv"]
+        self.process = launcher.start(*args, cwd=file.parent, out=self.log_file, err=self.log_file)
 
     @property
     def log(self) -> str:
@@ -384,6 +384,6 @@ def run_command(launcher: Launcher, folder: Path, *args: str) -> Any:
     """Run a command to its end; returns what its `--json` printed."""
     name = uuid4().hex[:8]
     out, err = folder / f"{name}.out", folder / f"{name}.err"
-    code = launcher.start(*args, "--json", cwd=folder, out=out, err=err).wait()
+    code = launcher.run(*args, "--json", cwd=folder, out=out, err=err)
     assert code == 0, err.read_text()
     return orjson.loads(out.read_bytes())

@@ -6,9 +6,10 @@ import re
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -18,29 +19,31 @@ import sqlalchemy as sa
 
 from pillarbox import Event
 from pillarbox.event import DELIVERED
-from tests.acceptance.commands import COUNTED, TIMEOUT, Done, Table, finish, made, start
+from tests.acceptance.commands import COUNTED, TIMEOUT, Run, Table, finish, made
+from tests.acceptance.commands import run as run_command
+from tests.acceptance.launcher import Launcher
 from tests.servers import server_url
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Done]:
+def run(launcher: Launcher, tmp_path: Path) -> Run:
     """Run a command in an empty folder until it ends."""
-    return lambda *args, **options: finish(start(*args, cwd=tmp_path, **options))
+    return partial(run_command, launcher, cwd=tmp_path)
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Iterator[Table]:
+def table(tmp_path: Path, run: Run) -> Iterator[Table]:
     """A table in a SQLite file, for what does not depend on the database."""
-    made = Table(f"sqlite:///{tmp_path}/shop.db", tmp_path)
+    made = Table(f"sqlite:///{tmp_path}/shop.db", tmp_path, run)
     yield made.create()
     made.drop()
 
 
 @pytest.fixture(params=["sqlite", "postgres", "mariadb", "mysql"])
-def each(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Table]:
+def each(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Iterator[Table]:
     """A table that is not created yet, in each database."""
     name = request.param
-    made = Table(f"sqlite:///{tmp_path}/shop.db" if name == "sqlite" else server_url(name), tmp_path)
+    made = Table(f"sqlite:///{tmp_path}/shop.db" if name == "sqlite" else server_url(name), tmp_path, run)
     yield made
     made.drop()
 
@@ -172,8 +175,8 @@ def test_table_that_lacks_columns_is_refused(each: Table) -> None:
         assert not sa.inspect(connection).has_table(each.name)
 
 
-def test_missing_schema_is_refused(each: Table) -> None:
-    done = finish(start("schema", "create", "--store", each.url, "--table", f"nowhere.{each.name}", cwd=each.folder))
+def test_missing_schema_is_refused(each: Table, run: Run) -> None:
+    done = run("schema", "create", "--store", each.url, "--table", f"nowhere.{each.name}")
     assert (done.code, done.out) == (1, "")
     expected = "SQLite has no schemas" if each.engine.dialect.name == "sqlite" else "There is no "
     assert expected in done.err
@@ -294,7 +297,7 @@ def test_drop_asks_on_a_terminal(table: Table, answer: str, code: int, left: dic
     terminal, stdin = pty.openpty()
     try:
         os.write(terminal, f"{answer}\n".encode())
-        done = table.run("events", "drop", "--all", stdin=stdin)
+        done = finish(table.start("events", "drop", "--all", stdin=stdin))
     finally:
         os.close(terminal)
         os.close(stdin)
@@ -308,7 +311,7 @@ def test_drop_asks_on_a_terminal(table: Table, answer: str, code: int, left: dic
 
 @pytest.mark.parametrize("url", ["postgresql://me:s3cret@127.0.0.1:1/shop", "mysql://me:s3cret@127.0.0.1:1/shop"])
 @pytest.mark.parametrize("command", [["status"], ["relay", "--sink", "null:", "--drain"], ["schema", "create"]])
-def test_missing_server_is_one_line_and_a_hint(run: Callable[..., Done], url: str, command: list[str]) -> None:
+def test_missing_server_is_one_line_and_a_hint(run: Run, url: str, command: list[str]) -> None:
     done = run(*command, "--store", url)
     assert (done.code, done.out) == (1, "")
     first, second = done.err.splitlines()
@@ -330,7 +333,7 @@ def test_destination_that_is_down_fails_a_drain(table: Table) -> None:
 # -- settings ----------------------------------------------------------------------------------------------
 
 
-def test_settings_come_from_the_file_in_this_folder(table: Table, run: Callable[..., Done]) -> None:
+def test_settings_come_from_the_file_in_this_folder(table: Table, run: Run) -> None:
     table.put(made(1))
     (table.folder / ".env").write_text(f"TABLE={table.name}\n")
     (table.folder / "pillarbox.toml").write_text(

@@ -23,7 +23,6 @@ from pillarbox.cli import app
 from pillarbox.cli.demo import _print_report as print_report
 from pillarbox.config import VARIABLES, OutboxConfig, RelayConfig, SinkConfig, StoreConfig, load_config
 from pillarbox.demo.run import Report
-from tests.acceptance.docs_launcher import Terminal
 from tests.acceptance.docs_pages import (
     LANGUAGES,
     PAGES,
@@ -35,7 +34,9 @@ from tests.acceptance.docs_pages import (
     own_database,
     read_blocks,
     read_sections,
+    type_command,
 )
+from tests.acceptance.launcher import Launcher
 from tests.servers import ROOT
 
 DOCS = ROOT / "docs"
@@ -52,19 +53,12 @@ def name_page(page: Any) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture(scope="module")
-def terminal() -> Iterator[Terminal]:
-    made = Terminal()
-    yield made
-    made.close()
-
-
 # -- examples run ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_page)
 def test_page_does_what_it_says(
-    page: Path, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = read_blocks(page)
     with ExitStack() as stack:
@@ -73,17 +67,17 @@ def test_page_does_what_it_says(
         monkeypatch.chdir(tmp_path)
         for name, url in urls.items():
             monkeypatch.setenv(name, url)
-        Reader(tmp_path, terminal, urls).follow(blocks)
+        Reader(tmp_path, launcher, urls).follow(blocks)
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=name_page)
-def test_example_prints_what_its_docstring_shows(script: Path, terminal: Terminal, tmp_path: Path) -> None:
+def test_example_prints_what_its_docstring_shows(script: Path, launcher: Launcher, tmp_path: Path) -> None:
     docstring, _, shown = inspect.cleandoc(_docstring_of(script)).partition("\nPrints:\n")
     with ExitStack() as stack:
         urls = {}
         if "POSTGRES_URL" in docstring:
             urls["POSTGRES_URL"] = stack.enter_context(own_database("postgres"))
-        printed = terminal.type(f"python {script}", cwd=tmp_path, env=urls)
+        printed = type_command(launcher, f"python {script}", cwd=tmp_path, env=urls)
     pattern, _ = compile_expected(shown)
     assert re.fullmatch(pattern, normalize(printed)), f"{script.name} prints:\n{printed}"
 
@@ -298,12 +292,12 @@ def _without_numbers(text: str) -> str:
     ],
     ids=["snippet", "printed", "output", "command", "program"],
 )
-def test_wrong_page_fails(page: str, reason: str, terminal: Terminal, tmp_path: Path) -> None:
+def test_wrong_page_fails(page: str, reason: str, launcher: Launcher, tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(page)
     blocks = tuple(dataclasses.replace(each, page=ROOT / "page.md") for each in read_blocks(path))
     with pytest.raises((AssertionError, pytest.fail.Exception), match=re.escape(reason)):
-        Reader(tmp_path, terminal).follow(blocks)
+        Reader(tmp_path, launcher).follow(blocks)
 
 
 def test_shown_output_is_compared_but_for_times_ids_and_gaps() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -41,13 +40,6 @@ LEASE = ("--claim", "lease", "--lease", "2s")
 AUTO = ("--claim", "auto", "--lease", "2s")
 HOLD = ("--claim", "hold", "--batch-size", "1")
 """A relay holds rows from its first batch on when that is as large as its batches get."""
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    started = Launcher()
-    yield started
-    started.close()
 
 
 @pytest.fixture
@@ -259,26 +251,8 @@ def test_relay_goes_on_when_its_sessions_are_ended(
     assert "Traceback" not in relay.log
 
 
-class PrivateServer(PostgresServer):
-    """A PostgreSQL whose processes are this one's children."""
-
-    def __init__(self, home: Path) -> None:
-        super().__init__(home)
-        self._children: list[subprocess.Popen[bytes]] = []
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        process = super()._spawn()
-        self._children.append(process)
-        return process
-
-    def stop(self) -> None:
-        super().stop()
-        for process in self._children:
-            process.wait()
-
-
 @pytest.fixture(scope="module")
-def private_server() -> Iterator[PrivateServer]:
+def private_server() -> Iterator[PostgresServer]:
     """A PostgreSQL that this module may stop without disturbing anybody."""
     server_url("postgres")  # skips where there is none
     if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
@@ -288,7 +262,7 @@ def private_server() -> Iterator[PrivateServer]:
         pytest.skip(missing)
     with tempfile.TemporaryDirectory(prefix="pillarbox-server-") as folder:
         Path(folder).chmod(0o755)
-        server = PrivateServer(Path(folder))
+        server = PostgresServer(Path(folder))
         server.start()
         try:
             yield server
@@ -297,7 +271,7 @@ def private_server() -> Iterator[PrivateServer]:
 
 
 @pytest.fixture
-def private_database(private_server: PrivateServer) -> Iterator[Database]:
+def private_database(private_server: PostgresServer) -> Iterator[Database]:
     private_server.start()
     database = Database(sa.make_url(private_server.url))
     yield database
@@ -308,7 +282,7 @@ def private_database(private_server: PrivateServer) -> Iterator[Database]:
 
 
 def test_relays_go_on_when_their_database_restarts(
-    private_server: PrivateServer, private_database: Database, start_relay: StartRelay, tmp_path: Path
+    private_server: PostgresServer, private_database: Database, start_relay: StartRelay, tmp_path: Path
 ) -> None:
     file = tmp_path / "delivered.jsonl"
     relays = [start_relay(private_database, "--batch-size", "20", *options) for options in (AUTO, LEASE)]
@@ -342,7 +316,7 @@ def _more_steps(database: Database, writers: Writers) -> list[Event]:
 
 
 def test_relay_waits_for_a_database_that_is_not_up_yet(
-    private_server: PrivateServer, private_database: Database, start_relay: StartRelay, tmp_path: Path
+    private_server: PostgresServer, private_database: Database, start_relay: StartRelay, tmp_path: Path
 ) -> None:
     private_database.put(*steps(3, "a"))
     private_server.stop()
@@ -355,7 +329,7 @@ def test_relay_waits_for_a_database_that_is_not_up_yet(
 
 
 def test_relay_that_waits_for_its_database_ends_at_sigterm(
-    private_server: PrivateServer, private_database: Database, start_relay: StartRelay
+    private_server: PostgresServer, private_database: Database, start_relay: StartRelay
 ) -> None:
     private_server.stop()
     relay: RelayProcess = start_relay(private_database)

@@ -25,9 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a store does not offer: nothing there is missing that could be installed."""
-    offered = [item for item in items if _is_offered(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in offered])
-    items[:] = offered
+    left_out = [item for item in items if not _is_offered(item)]
+    config.hook.pytest_deselected(items=left_out)
+    without = set(left_out)
+    items[:] = [item for item in items if item not in without]
 
 
 def _is_offered(item: pytest.Item) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +24,10 @@ from sqlalchemy.util import greenlet_spawn
 from pillarbox import Event, Outbox, Relay
 from pillarbox.receipt import Receipt
 from pillarbox.stores import Batch, Counts, Mode
+from pillarbox.stores.keyed import KeyedTransitions
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store
-from tests.contract.stores import process_time_zone, sync_engine, wait_briefly
+from tests.contract.stores import AllLanes, process_time_zone, sync_engine, wait_briefly
 from tests.servers import ServerName, server_url
 
 HOUR = timedelta(hours=1)
@@ -138,6 +140,19 @@ def register(*specs: Spec) -> None:
     SPECS.update({spec.layout: spec for spec in specs})
 
 
+def partition_months(role: str) -> tuple[str, ...]:
+    """DDL: a partition for each month from the last one to the next, and one for the rest."""
+    first = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    months = [(first - DAY).replace(day=1), first, (first + 32 * DAY).replace(day=1), (first + 63 * DAY).replace(day=1)]
+    name = f"{{{role}}}"
+    made = [
+        f"CREATE TABLE {name}_{start:%Y_%m} PARTITION OF {name} "
+        f"FOR VALUES FROM ('{start:%Y-%m-%d} 00:00+00') TO ('{end:%Y-%m-%d} 00:00+00')"
+        for start, end in pairwise(months)
+    ]
+    return (*made, f"CREATE TABLE {name}_rest PARTITION OF {name} DEFAULT")
+
+
 def kit_names() -> list[str]:
     return [name for spec in SPECS.values() for name in spec.ids]
 
@@ -241,6 +256,8 @@ def _reuse_statements(built: dict[Any, Any]) -> Iterator[None]:
         what = (store.sink, store.retention is None, tuple(store.topics or ()), dialect)
         if what not in built:
             build(store, dialect)
+            if isinstance(store.transitions, KeyedTransitions):
+                store.transitions.share = AllLanes(store.layout.keyed.lanes)
             built[what] = (store.transitions, store.operations)
         store.dialect = dialect
         store.transitions, store.operations = built[what]
@@ -361,6 +378,10 @@ class LayoutKit:
             found = db.execute(sa.text(sql), {"id": self._plain(row)}).mappings().all()
         assert len(found) <= 1, f"{len(found)} rows of {row}"
         return dict(found[0]) if found else None
+
+    def is_there(self, row: Any) -> bool:
+        """Whether any of the tables has the row."""
+        return any(self.row(row, role) is not None for role in self.spec.find)
 
     def column(self, row: Any, name: str, role: str = "outbox") -> Any:
         found = self.row(row, role)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
-from tests.contract.layouts import DAY, IN_AN_HOUR, LAPSED, NOW, OWNER, Row, Spec, register
+from tests.contract.layouts import IN_AN_HOUR, LAPSED, NOW, OWNER, Row, Spec, partition_months, register
 
 # -- omni-box ----------------------------------------------------------------------------------------------------------
 
@@ -57,19 +57,7 @@ _OMNIBOX_FEATURES = frozenset(
 )
 
 
-def _months() -> Iterator[str]:
-    """A partition for each month from the last one to the next, and one for the rest."""
-    first = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    for start in ((first - DAY).replace(day=1), first, (first + 32 * DAY).replace(day=1)):
-        end = (start + 32 * DAY).replace(day=1)
-        yield (
-            f"CREATE TABLE {{outbox}}_{start:%Y_%m} PARTITION OF {{outbox}} "
-            f"FOR VALUES FROM ('{start:%Y-%m-%d} 00:00+00') TO ('{end:%Y-%m-%d} 00:00+00')"
-        )
-    yield "CREATE TABLE {outbox}_rest PARTITION OF {outbox} DEFAULT"
-
-
-_PARTITION = tuple(_months())
+_PARTITION = partition_months("outbox")
 _OMNIBOX_INSERT = (
     "INSERT INTO {outbox} (id, event_type, aggregate_type, aggregate_id, topic, partition_key, payload, scheduled_at, "
     "created_at, updated_at) VALUES (:id, :name, 'order', 'c0ffee00-0000-4000-8000-000000000001', 'orders', 'o-1', "

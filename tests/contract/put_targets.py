@@ -99,7 +99,8 @@ class Database:
     async def wait_until_blocked(self) -> None:
         """Wait until somebody waits for a lock on the tables; SQLite cannot tell."""
         waiting = {
-            "postgresql": "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            "postgresql": "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND wait_event_type = 'Lock'"
             " AND (query LIKE '%%{table}%%' OR query LIKE '%%advisory%%')",
             "mysql": "SELECT count(*) FROM information_schema.processlist"
             " WHERE command = 'Query' AND id <> CONNECTION_ID() AND info LIKE 'INSERT INTO {table}%%'",

@@ -1,6 +1,7 @@
 """Kits for the Sink suite: a sink before a destination that a test can look into, break and block.
 
-What a destination cannot do (nothing arrives at `null:`) its kit does not list among its features.
+What a destination cannot do (nothing arrives at `null:`) its kit does not list among its features. A kit learns what
+its test needs, so that only those which break a server get one of their own.
 """
 
 from __future__ import annotations
@@ -11,26 +12,26 @@ import json
 import os
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from pillarbox.errors import SinkUnavailable
-from pillarbox.event import (
-    EVENT_FIELDS,
-    Claim,
-    Dead,
-    Event,
-    Retry,
-    load_event,
-)
+from pillarbox.event import Claim, Dead, Event, Retry
 from pillarbox.sinks import Sink
 from pillarbox.sinks.callable import CallableSink
 from pillarbox.sinks.file import FileSink
 from pillarbox.sinks.memory import MemorySink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
+from tests.contract.broker_kits import Surroundings, unwritable
+from tests.contract.kit_http import HttpBatchKit, HttpKit
+from tests.contract.kit_kafka import KafkaKit, KafkaTransactionsKit
+from tests.contract.kit_mqtt import MqttKit
+from tests.contract.kit_nats import NatsKit
+from tests.contract.kit_rabbitmq import RabbitmqKit
+from tests.contract.kit_redis import RedisClusterKit, RedisKit
+from tests.contract.kit_sql import SQL_KITS
 
 FAILED = (Retry, Dead)
 
@@ -44,12 +45,6 @@ def claim(name: str, key: str | None = None, **headers: Any) -> Claim:
     return Claim(row=name, event=event(name, key, **headers), attempt=1)
 
 
-def unwritable(name: str, key: str | None = None) -> Claim:
-    """A claim with a header that has no JSON form, as only a row of another system can hold it."""
-    fields = {field: getattr(event(name, key), field) for field in EVENT_FIELDS}
-    return Claim(row=name, event=load_event(*{**fields, "headers": {"x": object()}}.values()), attempt=1)
-
-
 def names(lines: str) -> list[str]:
     return [json.loads(line)["topic"] for line in lines.splitlines() if line]
 
@@ -57,7 +52,7 @@ def names(lines: str) -> list[str]:
 class NullKit:
     features: ClassVar[set[str]] = set()
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.sink: Sink = NullSink()
 
     def dispose(self) -> None:
@@ -68,8 +63,8 @@ class FileKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "is checked", "blocks", "writes lines"}
     refused = staticmethod(unwritable)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "out"
+    def __init__(self, surroundings: Surroundings) -> None:
+        self.folder = surroundings.folder / "out"
         self.folder.mkdir()
         self.path = self.folder / "events.jsonl"
         self.path.touch()
@@ -104,7 +99,7 @@ class StdoutKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "is checked", "blocks", "writes lines"}
     refused = staticmethod(unwritable)
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.reader, writer = os.pipe()
         self.stream = os.fdopen(writer, "w")
         self.sink: Sink = StdoutSink(stream=self.stream)
@@ -149,7 +144,7 @@ class StdoutKit:
 class MemoryKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "goes down midway", "is checked", "blocks"}
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.memory = MemorySink()
         self.memory.fail(lambda event: "refuse" in event.headers, Retry("no"), times=None)
         self.sink: Sink = self.memory
@@ -172,7 +167,7 @@ class MemoryKit:
 class CallableKit:
     features: ClassVar = {"arrives", "refuses", "goes down", "goes down midway", "blocks"}
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, surroundings: Surroundings) -> None:
         self.sink: Sink = CallableSink(self.handle, concurrency=4)
         self.found: list[str] = []
         self.down_at: str | None = None
@@ -213,11 +208,27 @@ KITS: dict[str, Any] = {
     "stdout": StdoutKit,
     "memory": MemoryKit,
     "callable": CallableKit,
+    "rabbitmq": RabbitmqKit,
+    "kafka": KafkaKit,
+    "kafka transactions": KafkaTransactionsKit,
+    "nats": NatsKit,
+    "redis": RedisKit,
+    "mqtt": MqttKit,
+    "http": HttpKit,
+    "http-batch": HttpBatchKit,
+    **SQL_KITS,
+    "redis-cluster": RedisClusterKit,
 }
 
 
-def sinks_that(*features: str) -> pytest.MarkDecorator:
-    chosen = [name for name, kit in KITS.items() if kit.features >= set(features)]
+def sinks_that(*features: str, unless: str = "") -> pytest.MarkDecorator:
+    """Run a test on the sinks with these features, but not on those with the feature `unless`."""
+    needs = frozenset(features)
+    chosen = [
+        pytest.param((name, needs), id=name)
+        for name, kit in KITS.items()
+        if kit.features >= needs and unless not in kit.features
+    ]
     return pytest.mark.parametrize("kit", chosen, indirect=True)
 
 
@@ -226,7 +237,10 @@ every_sink = sinks_that()
 
 @pytest.fixture(name="kit")
 async def sink_kit(request, tmp_path):
-    made = KITS[request.param](tmp_path)
+    name, needs = request.param
+    # Asked for only when a test breaks a server: that brings one up.
+    private = request.getfixturevalue("private_broker") if "goes down" in needs else None
+    made = KITS[name](Surroundings(tmp_path, needs, private))
     yield made
     await made.sink.close()
     made.dispose()

@@ -1,4 +1,4 @@
-"""The tables of faststream-outbox, Ekbatan, Debezium's router and sqloutbox at every step of an event's life."""
+"""Our own partitioned tables and those of four other systems at every step of an event's life."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
 
-from tests.contract.layouts import IN_AN_HOUR, LAPSED, NOW, Around, Like, Row, Spec, register
+from tests.contract.layouts import IN_AN_HOUR, LAPSED, NOW, Around, Like, Row, Spec, partition_months, register
 
 UUID_TEXT = Like("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 NEVER = datetime(9999, 12, 31, tzinfo=UTC)
@@ -18,6 +18,53 @@ LEASE_END = Around(timedelta(seconds=30), within=_SOON)
 _PAYLOAD = """'{{"n": 1}}'"""
 
 Steps = Mapping[str, Mapping[str, Row | None]]
+
+
+# -- our own, with delivered rows by month -----------------------------------------------------------------------------
+
+
+def _own(**changed: Any) -> dict[str, Any]:
+    row = {
+        "sink": "",
+        "state": 0,
+        "attempts": 0,
+        "error": None,
+        "until_at": None,
+        "token": None,
+        "due_at": None,
+        "created_at": NOW,
+        "delivered_at": None,
+    }
+    return {**row, **changed}
+
+
+def _own_dead(error: Any) -> Mapping[str, Row | None]:
+    row = {"sink": "", "attempts": 1, "error": error, "created_at": NOW, "died_at": NOW, "parks": False}
+    return {"outbox": None, "dead": row, "history": None}
+
+
+def _own_alive(**changed: Any) -> Mapping[str, Row | None]:
+    return {"outbox": _own(**changed), "dead": None, "history": None}
+
+
+_OWN_PARTITIONED: Steps = {
+    "put": _own_alive(),
+    "scheduled": _own_alive(state=4, until_at=IN_AN_HOUR, due_at=IN_AN_HOUR),
+    "leased": _own_alive(state=1, attempts=1, token=UUID_TEXT, until_at=LEASE_END),
+    "delivered": {
+        "outbox": None,
+        "dead": None,
+        "history": {"sink": "", "attempts": 1, "error": None, "created_at": NOW, "delivered_at": NOW},
+    },
+    "waiting": _own_alive(state=2, attempts=1, until_at=IN_AN_HOUR, error="503 from the destination"),
+    "dead": _own_dead("400: no such order"),
+    "released": _own_alive(),
+    "leased again": _own_alive(state=1, attempts=2, token=UUID_TEXT, until_at=LEASE_END, error=LAPSED),
+    "buried": _own_dead(LAPSED),
+    "redriven": _own_alive(),
+    "replayed": _own_alive(),
+    "rescheduled": _own_alive(state=4, until_at=IN_AN_HOUR, due_at=IN_AN_HOUR),
+}
 
 
 # -- faststream-outbox -------------------------------------------------------------------------------------------------
@@ -165,6 +212,16 @@ _seq = count(1)
 def register_specs() -> None:
     """Add these layouts to the suite of layouts."""
     register(
+        Spec(
+            layout="pillarbox-partitioned",
+            databases=("postgresql",),
+            steps=_OWN_PARTITIONED,
+            find=dict.fromkeys(("outbox", "dead", "history"), "id = :id"),
+            ends={"history": ("delivered_at",), "dead": ("died_at",)},
+            lapse="UPDATE {outbox} SET until_at = {back[until_at]} WHERE id = :id",
+            prepare=partition_months("history"),
+            features=frozenset({"hold", "lease", "put", "schedule", "retention", "cancel", "replay", "parallel"}),
+        ),
         Spec(
             layout="faststream",
             find={"outbox": _BY_HEADER},

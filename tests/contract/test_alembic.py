@@ -41,6 +41,11 @@ class Declaration(NamedTuple):
 DECLARATIONS = [
     Declaration("pillarbox", lambda metadata: declare_layout(get_layout("pillarbox"), metadata)),
     Declaration(
+        "pillarbox partitioned",
+        lambda metadata: declare_layout(get_layout("pillarbox-partitioned"), metadata),
+        ("postgresql",),
+    ),
+    Declaration(
         "omnibox outbox",
         lambda metadata: omnibox_tables.declare_outbox(metadata, omnibox_tables.OUTBOX, None),
         ("postgresql",),

@@ -28,7 +28,7 @@ from pillarbox import relay as relay_module
 from pillarbox.breaker import Breaker
 from pillarbox.event import DELIVERED
 from pillarbox.sinks.memory import MemorySink
-from pillarbox.stores import Batch, Filter, Store
+from pillarbox.stores import Batch, Effect, Filter, Store
 from tests.contract.stores import HOUR, Kit, event, events, states, until
 
 SECOND = timedelta(seconds=1)
@@ -484,10 +484,10 @@ async def test_settling_is_tried_again_while_the_lease_lasts(kit: Kit, store: St
     batch = await relay._claim(is_prefetch=False)
     settle, failures = batch.settle, iter([True, True, False])
 
-    async def flaky(outcomes: Sequence[Outcome], *, park: bool = True) -> Settlement:
+    async def flaky(outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None) -> Settlement:
         if next(failures):
             raise StoreUnavailable("gone for a moment")
-        return await settle(outcomes, park=park)
+        return await settle(outcomes, park=park, effect=effect)
 
     batch.settle = flaky  # type: ignore[method-assign]
     assert await relay._deliver(batch) == Settlement(delivered=1)

@@ -15,7 +15,10 @@ from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
 from pillarbox.sinks.url import mask_url
 
-# Sinks by URL
+SCHEMES = (
+    "null, stdout, file, kafka, nats, tls, amqp, amqps, redis, rediss, mqtt, mqtts, http, https, postgresql, mysql, "
+    "mariadb or sqlite"
+)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +55,10 @@ def test_file_url_names_its_path(url, path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("kafak://b:9092", "expected a url with scheme null, stdout or file; got 'kafak://b:9092'"),
-        (
-            "flie:/tmp/x",
-            "expected a url with scheme null, stdout or file; got 'flie:/tmp/x'. Did you mean 'file'?",
-        ),
-        ("orders.jsonl", "expected a url with scheme null, stdout or file; got 'orders.jsonl'"),
-        ("", "expected a url with scheme null, stdout or file; got ''"),
+        ("kafak://b:9092", f"expected a url with scheme {SCHEMES}; got 'kafak://b:9092'. Did you mean 'kafka'?"),
+        ("flie:/tmp/x", f"expected a url with scheme {SCHEMES}; got 'flie:/tmp/x'. Did you mean 'file'?"),
+        ("orders.jsonl", f"expected a url with scheme {SCHEMES}; got 'orders.jsonl'"),
+        ("", f"expected a url with scheme {SCHEMES}; got ''"),
         ("stdout:x", "expected 'stdout:' alone, got 'stdout:x'"),
         ("null://host", "expected 'null:' alone, got 'null://host'"),
         ("file:", "expected 'file:PATH' or 'file:///PATH', got 'file:'"),
@@ -106,9 +106,11 @@ def test_option_beside_the_url_is_checked_too():
 )
 def test_secrets_of_a_url_are_masked(url, shown):
     assert mask_url(url) == shown
-    with pytest.raises(ConfigError) as refusal:
-        open_sink(url)
-    assert "hunter2" not in str(refusal.value)
+    try:
+        said = open_sink(url).name
+    except ConfigError as refusal:
+        said = str(refusal)
+    assert "hunter2" not in said
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def other_package(tmp_path, monkeypatch):
 
 def test_another_package_may_add_a_scheme(other_package):
     assert open_sink("pigeon://loft/3?ring=7", name="orders").name == "orders to //loft/3 with {'ring': '7'}"
-    assert list_schemes() == ["null", "stdout", "file", "owl", "pigeon"]
+    assert list_schemes() == [*SCHEMES.replace(" or ", ", ").split(", "), "owl", "pigeon"]
     with pytest.raises(ConfigError, match=r"Did you mean 'pigeon'\?$"):
         open_sink("pidgeon://loft")
 

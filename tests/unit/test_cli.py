@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,11 @@ import typer
 
 from pillarbox import Event
 from pillarbox.cli import app, main
-from tests.acceptance.commands import Done, Table, made
+from tests.acceptance.commands import Done, Run, Table, made
 
 
 @pytest.fixture
-def call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Done]]:
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Run a command in this process."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("PILLARBOX_")]:
@@ -47,26 +45,16 @@ def call(
     logging.basicConfig(level=level, handlers=handlers, force=True)
 
 
-class LocalTable(Table):
-    """A table whose commands run in this process."""
-
-    def __init__(self, folder: Path, call: Callable[..., Done]) -> None:
-        super().__init__(f"sqlite:///{folder}/shop.db", folder)
-        self._call = call
-
-    def run(self, *args: str, **options: Any) -> Done:
-        return self._call(*args, "--store", self.url, "--table", self.name, **options)
-
-
 @pytest.fixture
-def local(tmp_path: Path, call: Callable[..., Done]) -> Iterator[LocalTable]:
-    made = LocalTable(tmp_path, call)
+def local(tmp_path: Path, call: Run) -> Iterator[Table]:
+    """A table whose commands run in this process."""
+    made = Table(f"sqlite:///{tmp_path}/shop.db", tmp_path, call)
     made.create()
     yield made
     made.drop()
 
 
-def test_tables_are_for_people(local: LocalTable) -> None:
+def test_tables_are_for_people(local: Table) -> None:
     local.kill(made(1, key="[red]k[/red]"), error="first line\nsecond line")
     status = local.run("status")
     assert re.search(r"^dead +1  given up", status.out, re.MULTILINE)
@@ -80,12 +68,12 @@ def test_tables_are_for_people(local: LocalTable) -> None:
     assert shown.out.endswith('\n\n{\n  "number": 1\n}\n')
 
 
-def test_nothing_listed_is_said_on_standard_error(local: LocalTable) -> None:
+def test_nothing_listed_is_said_on_standard_error(local: Table) -> None:
     done = local.run("events", "list", "--type", "nothing")
     assert (done.code, done.out, done.err) == (0, "", "No events match.\n")
 
 
-def test_filters_choose(local: LocalTable) -> None:
+def test_filters_choose(local: Table) -> None:
     one = Event("a.made", {}, topic="a", key="1")
     two = Event("b.made", {}, topic="b", key="2")
     local.put(one, two)
@@ -100,7 +88,7 @@ def test_filters_choose(local: LocalTable) -> None:
     assert chosen("--since", "2020-01-01", "--until", "2020-01-02T00:00:00+02:00") == set()
 
 
-def test_error_text_chooses_dead_events(local: LocalTable) -> None:
+def test_error_text_chooses_dead_events(local: Table) -> None:
     local.kill(made(1), error="timeout of 100%")
     local.kill(made(2), error="timeout of 1000")
     done = local.run("events", "redrive", "--error", "100%", "--json")
@@ -128,19 +116,19 @@ def test_error_text_chooses_dead_events(local: LocalTable) -> None:
         (["relai"], "'relai'"),
     ],
 )
-def test_wrong_usage_exits_with_2(call: Callable[..., Done], args: list[str], expected: str) -> None:
+def test_wrong_usage_exits_with_2(call: Run, args: list[str], expected: str) -> None:
     done = call(*args, env={"PILLARBOX_STORE": "sqlite:///nothing.db"})
     assert (done.code, done.out) == (2, "")
     assert expected in done.err
 
 
-def test_no_store_is_wrong_usage(call: Callable[..., Done]) -> None:
+def test_no_store_is_wrong_usage(call: Run) -> None:
     done = call("status")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("pillarbox: No store given: use --store URL, PILLARBOX_STORE, or url under [store]")
 
 
-def test_dry_run_changes_nothing(local: LocalTable) -> None:
+def test_dry_run_changes_nothing(local: Table) -> None:
     local.kill(made(1))
     for action in ("redrive", "drop"):
         done = local.run("events", action, "--all", "--dry-run")
@@ -149,14 +137,14 @@ def test_dry_run_changes_nothing(local: LocalTable) -> None:
     assert local.run("audit", "--json").json == []
 
 
-def test_actor_is_the_user_at_this_host_unless_given(local: LocalTable) -> None:
+def test_actor_is_the_user_at_this_host_unless_given(local: Table) -> None:
     local.kill(made(1))
     local.run("events", "redrive", "--all")
     (entry,) = local.run("audit", "--json").json
     assert re.fullmatch(r"\S+@\S+", entry["actor"])
 
 
-def test_traceback_only_when_asked_for(call: Callable[..., Done]) -> None:
+def test_traceback_only_when_asked_for(call: Run) -> None:
     args = ("status", "--store", "sqlite:///nothing.db")
     plain, detailed = call(*args), call(*args, "-vv")
     assert plain.err == (
@@ -168,19 +156,19 @@ def test_traceback_only_when_asked_for(call: Callable[..., Done]) -> None:
     assert detailed.err.endswith(plain.err)
 
 
-def test_missing_folder_is_refused(call: Callable[..., Done]) -> None:
+def test_missing_folder_is_refused(call: Run) -> None:
     done = call("schema", "create", "--store", "sqlite:///nowhere/shop.db")
     assert (done.code, done.out) == (1, "")
     assert done.err.endswith("there is no folder 'nowhere'. Create it first.\n")
 
 
-def test_missing_event_is_a_failure(local: LocalTable) -> None:
+def test_missing_event_is_a_failure(local: Table) -> None:
     done = local.run("events", "show", "018f0000-0000-7000-8000-000000000000")
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(f"pillarbox: Event 018f0000-0000-7000-8000-000000000000 is not in table '{local.name}'.")
 
 
-def test_unknown_key_is_refused(local: LocalTable) -> None:
+def test_unknown_key_is_refused(local: Table) -> None:
     path = local.folder / "other.toml"
     path.write_text("[relay]\nbatchsize = 5\n")
     done = local.run("relay", "--sink", "null:", "--config", str(path))
@@ -215,7 +203,7 @@ def test_every_command_and_option_is_explained(name: str) -> None:
     assert [item.name for item in command.params if not getattr(item, "help", None)] == []
 
 
-def test_help_is_printed_without_a_command(call: Callable[..., Done]) -> None:
+def test_help_is_printed_without_a_command(call: Run) -> None:
     done = call("--help")
     assert done.code == 0
     assert "  relay " in done.out

@@ -333,7 +333,8 @@ def test_unknown_key_is_refused_with_the_nearest(write: Write) -> None:
 def test_unknown_table_is_refused_with_the_nearest(write: Write) -> None:
     path = write("[rely]\n")
     assert refuse(path) == (
-        f"{path}: unknown table 'rely'; expected store, sink, relay, outbox, retry. Did you mean 'relay'?"
+        f"{path}: unknown table 'rely'; expected store, sink, relay, outbox, stores, sinks, routes, routing, retry. "
+        "Did you mean 'relay'?"
     )
 
 

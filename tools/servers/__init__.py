@@ -1,1 +1,1 @@
-"""Database servers for tests and benchmarks, apart from the machine's own services."""
+"""Database servers and brokers for tests and benchmarks, apart from the machine's own services."""

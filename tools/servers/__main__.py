@@ -1,4 +1,4 @@
-"""Start, stop and inspect the database servers of this checkout; their urls are in .services/env."""
+"""Start, stop and inspect the database servers and brokers of this checkout; their urls are in .services/env."""
 
 import argparse
 import fcntl
@@ -11,15 +11,32 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .broker import CERTIFICATES, Broker
 from .errors import ServerError
+from .kafka import KafkaServer
 from .mariadb import MariadbServer
+from .mosquitto import MosquittoServer
 from .mysql import MysqlServer
+from .nats import NatsServer, NatsTlsServer, NatsTokenServer
 from .pgbouncer import PgbouncerServer
 from .postgres import PostgresServer
+from .rabbitmq import RabbitmqServer
+from .redis import RedisServer
+from .redis_cluster import RedisClusterServer
 from .server import DEMOTE, Server
 
 FOLDER = Path(".services").resolve()
-NAMES = ["postgres", "pgbouncer", "mariadb", "mysql"]
+BROKERS: list[type[Broker]] = [
+    KafkaServer,
+    NatsServer,
+    NatsTlsServer,
+    NatsTokenServer,
+    RabbitmqServer,
+    RedisServer,
+    RedisClusterServer,
+    MosquittoServer,
+]
+NAMES = ["postgres", "pgbouncer", "mariadb", "mysql", *(broker.name for broker in BROKERS)]
 
 
 def main() -> int:
@@ -86,7 +103,8 @@ def _home() -> Path:
 
 def _servers(home: Path) -> dict[str, Server]:
     postgres = PostgresServer(home)
-    servers = [postgres, PgbouncerServer(home, postgres), MariadbServer(home), MysqlServer(home)]
+    databases = [postgres, PgbouncerServer(home, postgres), MariadbServer(home), MysqlServer(home)]
+    servers = [*databases, *(broker(home) for broker in BROKERS)]
     return {server.name: server for server in servers}
 
 
@@ -98,9 +116,11 @@ def _change(command: str, chosen: list[Server], servers: dict[str, Server]) -> b
         succeeded = _each(chosen, lambda server: server.start()) and succeeded
     if command == "remove" and succeeded:
         for server in chosen:
-            shutil.rmtree(server.folder, ignore_errors=True)
-        if server.folder.parent != FOLDER:
-            shutil.rmtree(server.folder.parent)
+            server.delete()
+        home = chosen[0].folder.parent
+        shutil.rmtree(home / CERTIFICATES, ignore_errors=True)
+        if home != FOLDER:
+            shutil.rmtree(home)
     # Renamed into place: a reader never sees half a file.
     draft = FOLDER / "env.draft"
     draft.write_text(_env(servers))
@@ -131,13 +151,19 @@ def _status(servers: list[Server]) -> bool:
         else:
             state = "not running"
             running = False
-        print(f"{server.name:<10} {state}")
+        print(f"{server.name:<14} {state}")
     return running
 
 
 def _env(servers: dict[str, Server]) -> str:
-    running = [server for server in servers.values() if server.is_answering()]
-    return "".join(f"PILLARBOX_TEST_{server.name.upper()}={server.url}\n" for server in running)
+    with ThreadPoolExecutor(len(servers)) as pool:
+        answers = pool.map(Server.is_answering, servers.values())
+    running = [server for server, answer in zip(servers.values(), answers, strict=True) if answer]
+    variables = {name: url for server in running for name, url in server.urls().items()}
+    certificates = running[0].folder.parent / CERTIFICATES if running else None
+    if certificates is not None and certificates.exists():
+        variables["certificates"] = str(certificates)
+    return "".join(f"PILLARBOX_TEST_{name.replace('-', '_').upper()}={value}\n" for name, value in variables.items())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Debian packages: installed by apt-get, or, from another release, unpacked into a cache folder."""
+"""Where the servers' programs come from.
+
+Debian packages are installed by apt-get or, from another release, unpacked into a cache folder. What Maven fetches
+goes there, too.
+"""
 
 import fcntl
 import os
@@ -45,6 +49,27 @@ def unpack(*packages: str, release: str) -> Path:
         (work / "tree").rename(tree)
         shutil.rmtree(work)
     return tree
+
+
+def jar_folder(name: str, version: str) -> Path:
+    """Return the folder, shared by all checkouts here, where `fetch_jars` puts them."""
+    return _cache_folder() / f"{name}-{version}"
+
+
+def fetch_jars(pom: Path, name: str, version: str) -> None:
+    """Have Maven fetch one version of what a pom asks for, unless it is there."""
+    cache = _cache_folder()
+    with _locked(cache / "lock"):
+        if jar_folder(name, version).exists():
+            return
+        if shutil.which("mvn") is None:
+            install("maven")
+        print(f"Downloading from Maven Central: {name} {version}", flush=True)
+        work = cache / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        copy = ["mvn", "-q", "-B", "-f", str(pom), f"-D{name}={version}", f"-DoutputDirectory={work}"]
+        _run([*copy, "dependency:copy-dependencies"], f"Maven could not fetch {name} {version}")
+        work.rename(jar_folder(name, version))
 
 
 def _download(packages: tuple[str, ...], *, release: str, work: Path) -> list[Path]:
@@ -101,12 +126,12 @@ def _cache_folder() -> Path:
         folder = Path("/var/cache/pillarbox-services")
     else:
         folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pillarbox-services"
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -115,4 +140,4 @@ def _locked(path: Path) -> Iterator[None]:
 def _run(command: list[str], failure: str) -> None:
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise ServerError(f"{failure}.\n{result.stderr.strip()}")
+        raise ServerError(f"{failure}.\n{(result.stderr or result.stdout).strip()}")

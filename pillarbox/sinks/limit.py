@@ -1,0 +1,87 @@
+"""A rate limit before a sink: a bucket of `burst` tokens that fills at `rate` a second, one token an event.
+
+A batch is delivered in parts as tokens come in, so a slow destination gets a steady stream instead of one batch and a
+long silence. All batches of a relay share the bucket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.event import DELIVERED, RELEASED, Claim, Outcome
+from pillarbox.sinks import Sink
+from pillarbox.sinks.order import deliver_rest
+
+
+class Bucket:
+    """Tokens that come in with time; whoever asks first is served first."""
+
+    def __init__(self, rate: float, burst: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._tokens = float(burst)
+        self._filled_at = clock()
+        self._turn = asyncio.Lock()
+
+    async def take(self, wanted: int) -> int:
+        """Wait for at least one token and take up to `wanted`."""
+        async with self._turn:
+            missing = 1 - self._fill()
+            if missing > 0:
+                await asyncio.sleep(missing / self._rate)
+                self._fill()
+            # A clock that was read a hair too early leaves a little less than the one that was waited for.
+            taken = max(1, min(wanted, int(self._tokens)))
+            self._tokens -= taken
+            return taken
+
+    def give_back(self, tokens: int) -> None:
+        """Return tokens that were taken and not needed."""
+        self._tokens = min(self._burst, self._tokens + tokens)
+
+    def _fill(self) -> float:
+        now = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._rate)
+        self._filled_at = now
+        return self._tokens
+
+
+class LimitedSink:
+    """Delivers to another sink, `rate` events a second and at most `burst` at once (a second's worth by default)."""
+
+    # It waits for tokens, and rows must not stay locked meanwhile.
+    is_quick: bool = False
+
+    def __init__(self, sink: Sink, *, rate: Any, burst: Any = None) -> None:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e9:
+            raise ConfigError(f"Sink {sink.name!r} rate: expected a number of events a second above zero, got {rate!r}")
+        if burst is not None and (isinstance(burst, bool) or not isinstance(burst, int) or burst < 1):
+            raise ConfigError(f"Sink {sink.name!r} burst: expected a whole number of 1 or more, got {burst!r}")
+        self.name = sink.name
+        self.open, self.check, self.close = sink.open, sink.check, sink.close
+        self._sink = sink
+        self._bucket = Bucket(rate, max(1, int(rate)) if burst is None else burst)
+
+    async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = []
+        stopped: set[str | None] = set()
+        while len(outcomes) < len(claims):
+            count = await self._bucket.take(len(claims) - len(outcomes))
+            part = claims[len(outcomes) : len(outcomes) + count]
+            # A key that failed in an earlier part is not tried further.
+            decided = [RELEASED if claim.event.key in stopped else None for claim in part]
+            self._bucket.give_back(len(part) - decided.count(None))
+            try:
+                outcomes += await deliver_rest(self._sink.deliver, part, decided)
+            except SinkUnavailable as outage:
+                outcomes += outage.outcomes or ()
+                outage.outcomes = [*outcomes, *[RELEASED] * (len(claims) - len(outcomes))]
+                raise
+            failed = (claim.event.key for claim, outcome in zip(claims, outcomes, strict=False) if outcome != DELIVERED)
+            stopped.update(key for key in failed if key is not None)
+        return outcomes

@@ -1,0 +1,42 @@
+"""Database servers that a test may kill without disturbing anybody; made once a session, ended with it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.servers import ServerName, server_url
+from tools.servers.mariadb import SERVER, MariadbServer
+from tools.servers.postgres import PostgresServer
+from tools.servers.server import Server
+
+
+@cache
+def private_server(name: ServerName) -> Server:
+    """Start a PostgreSQL or MariaDB of this session's own, or skip the test where its programs are missing."""
+    server_url(name)  # skips where there is none
+    is_installed = list(Path("/usr/lib/postgresql").glob("*/bin/initdb")) if name == "postgres" else SERVER.exists()
+    if not is_installed:
+        missing = f"the programs of {name} are not on this machine"
+        if os.environ.get("PILLARBOX_REQUIRE_SERVICES") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    folder = tempfile.TemporaryDirectory(prefix="pillarbox-server-")
+    Path(folder.name).chmod(0o755)
+    server = (PostgresServer if name == "postgres" else MariadbServer)(Path(folder.name))
+    server.dies_with_starter = True
+    atexit.register(folder.cleanup)
+    atexit.register(_end, server)
+    server.start()
+    return server
+
+
+def _end(server: Server) -> None:
+    with suppress(ProcessLookupError):
+        server.kill()
