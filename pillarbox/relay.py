@@ -1,8 +1,8 @@
 """The relay: claim, deliver, settle; the only loop.
 
 One event's way: `_claim` takes a batch from the store, by hold or by lease; `_deliver` hands it to the sink, renewing a
-lease meanwhile, judges what came back with the retry policy, and settles it. Several batches may be under way; the
-store sees to it that no key is in two of them.
+lease meanwhile, judges what came back with the retry policy, and settles it. Several batches may be under way, in a
+backlog two of them still being claimed (`ahead.py`); the store sees to it that no key is in two of them.
 
 What happens when the process dies: before the claim commits, nothing was claimed. After it and before settlement a
 hold's rows are free at once, a lease's when it lapses, and their events are delivered again. Settlement is one
@@ -24,10 +24,12 @@ from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from pillarbox.ahead import Ahead, start_claim
 from pillarbox.breaker import Breaker
 from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreUnavailable, Unsupported
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.hooks import Hook
+from pillarbox.outage import Outage
 from pillarbox.retry import Exponential, Failure, RetryPolicy, describe_error
 from pillarbox.sinks import Sink
 from pillarbox.sinks.order import release_successors
@@ -99,10 +101,12 @@ class Relay:
         self._woken = asyncio.Event()
         self._size = batch_size
         self._use_lease_next = False
+        self._ahead = Ahead()
+        self._is_backlog = False
         self._no_hold_before = 0.0
         self._pause = FIRST_POLL
         self._sink_error: str | None = None
-        self._down_since: float | None = None
+        self._outage = Outage()
 
     # -- what callers do --------------------------------------------------------------------------------------------
 
@@ -186,6 +190,8 @@ class Relay:
                     raise SinkUnavailable(self._sink_error)
                 if len(tasks) >= self._in_flight:
                     await self._wait(tasks, None)
+                elif self._ahead and self.breaker.state != "closed":
+                    self._ahead.give_back(tasks)
                 elif self.breaker.is_open:
                     # Never without a bound: the pause may be over by now, and nothing else would end the wait.
                     await self._wait(tasks, max(0.001, self.breaker.wait()))
@@ -194,22 +200,26 @@ class Relay:
                 elif not await self._advance(tasks, drains=drains):
                     return
         finally:
+            self._ahead.give_back(tasks)
             await self._finish(tasks)
 
     async def _advance(self, tasks: set[asyncio.Task[Settlement]], *, drains: bool) -> bool:
         """Claim one batch and start it, or wait for a reason to look again; false when a drain is done."""
+        was_ahead = bool(self._ahead)
         try:
-            batch = await self._claim(is_prefetch=bool(tasks))
+            batch = await self._claim_next(tasks)
         except StoreUnavailable as error:
             if drains:
                 raise
-            await self._wait(tasks, self._store_is_down(error))
+            self._ahead.give_back(tasks)
+            await self._wait(tasks, self._outage.note(error))
             return True
-        self._store_is_up()
+        self._outage.end()
         if batch.claims:
             tasks.add(asyncio.create_task(self._deliver(batch), name="pillarbox-delivery"))
             self._pause = FIRST_POLL
-        if batch.is_full or batch.has_tried:
+        # Of two claims that ran beside each other, one may have found nothing because of the other.
+        if batch.is_full or batch.has_tried or was_ahead or self._ahead:
             return True
         if tasks:
             await self._wait(tasks, None if drains else self._poll.total_seconds(), wakes=not drains)
@@ -228,7 +238,7 @@ class Relay:
         try:
             due = await self.store.next_due()
         except StoreUnavailable as error:
-            await self._wait(set(), self._store_is_down(error))
+            await self._wait(set(), self._outage.note(error))
             return
         longest = self._poll if getattr(self.store, "is_notified", False) else min(self._pause, self._poll)
         self._pause = min(self._poll, self._pause * 2)
@@ -273,6 +283,15 @@ class Relay:
             raise Unsupported(f"Sink {self.sink.name}: too slow to hold rows locked meanwhile; claim by lease")
         return wanted
 
+    async def _claim_next(self, tasks: set[asyncio.Task[Settlement]]) -> Batch:
+        """The next batch; in a backlog another is claimed beside it, so that the database works while rows load."""
+        claiming = self._ahead.take() or start_claim(self._claim(is_prefetch=bool(tasks)))
+        if self._is_backlog and len(tasks) + 2 <= self._in_flight and self.breaker.state == "closed":
+            self._ahead.start(self._claim(is_prefetch=True))
+        batch = await claiming
+        self._is_backlog = batch.is_full and self._size == self._batch_size
+        return batch
+
     async def _claim(self, *, is_prefetch: bool) -> Batch:
         limit = 1 if self.breaker.is_probing else self._size
         holds = self.mode == "hold" and limit == self._batch_size and time.monotonic() >= self._no_hold_before
@@ -286,15 +305,14 @@ class Relay:
             park=self._parks,
             is_prefetch=is_prefetch,
         )
-        self._use_lease_next = batch.has_tried
-        if batch.claims:
-            self._hook.claimed(batch)
+        self._use_lease_next |= batch.has_tried
         return batch
 
     # -- delivering -------------------------------------------------------------------------------------------------
 
     async def _deliver(self, batch: Batch) -> Settlement:
         try:
+            self._hook.claimed(batch)
             if batch.mode == "hold":
                 outcomes = await self._send_in_time(batch)
             else:
@@ -452,18 +470,7 @@ class Relay:
                 await self.open()
                 return
             except StoreUnavailable as error:
-                await self._wait(set(), self._store_is_down(error))
-
-    def _store_is_down(self, error: StoreUnavailable) -> float:
-        if self._down_since is None:
-            self._down_since = time.monotonic()
-            log.warning("The store is down, trying again until it is back: %s", error)
-        return min(5.0, max(0.1, (time.monotonic() - self._down_since) / 2))
-
-    def _store_is_up(self) -> None:
-        if self._down_since is not None:
-            log.info("The store is back after %.1f s.", time.monotonic() - self._down_since)
-            self._down_since = None
+                await self._wait(set(), self._outage.note(error))
 
     async def _keep_house(self) -> None:
         retention: timedelta | None = getattr(self.store, "retention", None)

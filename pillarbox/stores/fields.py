@@ -35,8 +35,8 @@ def raw_fields(layout: Layout, table: Any) -> list[ColumnElement[Any]]:
 
 
 def _raw(column: Any, name: str) -> ColumnElement[Any]:
-    # JSON goes on as the database's own text; some drivers would take it apart.
-    is_document = name == "payload" and isinstance(column.type, sa.JSON)
+    # JSON as the database's own text: a payload goes on as it is, and a driver takes headers apart more slowly.
+    is_document = name in ("payload", "headers") and isinstance(column.type, sa.JSON)
     plain: ColumnElement[Any] = sa.cast(column, sa.Text) if is_document else sa.type_coerce(column, sa.types.NullType())
     return plain
 
@@ -137,7 +137,7 @@ def _text_to_bytes(value: Any) -> bytes:
 
 def _decode_headers(value: Any) -> Mapping[str, Any]:
     try:
-        headers = decode_json(value) if isinstance(value, str | bytes) else value
+        headers = decode_json(value) if isinstance(value, (str, bytes)) else value
     except ValueError as error:
         raise ValueError(f"headers are not a JSON object: {value!r}") from error
     if not headers:

@@ -53,6 +53,8 @@ class PostgresStore(AsyncSqlStore):
         except ImportError as error:
             raise MissingExtra("PostgreSQL", "postgres") from error
         super().__init__(url, *args, **options)
+        # One delivered, one loaded, one read; with keys a third would find most of its own taken by the others.
+        self.in_flight = 2 if self.keeps_order else 3
         self.is_pooled = pooler
         self._hold_behind_pooler = hold_behind_pooler
         self._listen_url = sa.make_url(listen_url) if listen_url else None

@@ -237,9 +237,10 @@ class SqlStore(ABC):
         """Let rows whose time has come be claimed; asks the database now and then, and when it said so itself."""
         if time.monotonic() < self._look_at:
             return
+        # Before asking: a claim beside this one need not ask, too.
+        self._look_at = time.monotonic() + WAKE_EVERY
         if await self._ask_due() == 0.0:
             await self.run(lambda db: self.transitions.wake(db, max_attempts, park))
-        self._look_at = time.monotonic() + WAKE_EVERY
 
     async def next_due(self) -> timedelta | None:
         seconds = await self._ask_due()
