@@ -193,3 +193,45 @@ async def test_a_destination_that_is_down_holds_nothing_claimed_ahead_and_is_pro
     await running
     assert watch.limits[claims_before] == 1
     assert await states(store) == {}
+
+
+async def test_claim_ahead_is_given_back_when_the_destination_turns_out_to_be_down(kit: Kit, store: Store) -> None:
+    put_backlog(kit, 4)
+    relay = Relay(store, MemorySink(), batch_size=4, in_flight=3)
+    await relay.open()
+    relay._ahead.start(relay._claim(is_prefetch=False))
+    relay.breaker.failed(timedelta(hours=1))
+    running = asyncio.create_task(relay._loop(drains=False))
+
+    async def is_given_back() -> bool:
+        return not relay._ahead and list((await states(store)).values()) == ["ready"] * 4
+
+    await until(is_given_back)
+    relay.stop()
+    await running
+
+
+async def test_claim_that_found_nothing_because_of_the_one_beside_it_does_not_end_a_drain(
+    kit: Kit, store: Store, watch: Watch
+) -> None:
+    put_backlog(kit, 1)
+    sink = MemorySink()
+    relay = Relay(store, sink, batch_size=1, in_flight=3)
+    await relay.open()
+    relay._is_backlog = True
+    ahead = asyncio.Event()
+    claim = watch._claim
+
+    async def take_the_second_first(limit: int, **options: Any) -> Batch:
+        if not ahead.is_set() and not watch.is_beside.is_set():
+            watch.is_beside.set()
+            await ahead.wait()
+            return await claim(limit, **options)
+        batch = await claim(limit, **options)
+        ahead.set()
+        return batch
+
+    store.claim = take_the_second_first  # type: ignore[method-assign]
+    await relay._loop(drains=True)
+    assert [each.event.type for each in sink.claims] == ["e0"]
+    assert await states(store) == {}
