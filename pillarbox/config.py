@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -30,15 +29,13 @@ from pillarbox.relay import Relay
 from pillarbox.retry import Exponential, RetryPolicy, parse_policy
 from pillarbox.sinks import Sink, open_sink
 from pillarbox.sinks.url import mask_url
+from pillarbox.source import PREFIX, Known, Source
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store, parse_store_url
-from pillarbox.topology import TABLES, RouteConfig, read_routes, read_routing, routes_of
+from pillarbox.topology import RouteConfig, read_routes, read_routing, routes_of
 from pillarbox.values import (
-    Given,
     Read,
     as_number,
-    check_known,
-    fill,
     one_of,
     read_dotenv,
     read_duration,
@@ -47,11 +44,9 @@ from pillarbox.values import (
     read_switch,
     read_text,
     read_texts,
-    show,
 )
 
 FILE_NAME: Final = "pillarbox.toml"
-PREFIX: Final = "PILLARBOX_"
 
 
 def _key(read: Read, default: Any = None, *, is_secret: bool = False) -> Any:
@@ -263,7 +258,7 @@ def _list_variables() -> dict[str, str]:
 VARIABLES: Final[Mapping[str, str]] = MappingProxyType(_list_variables())
 """The environment variables that override a key of the file, with that key."""
 
-_VARIABLE_OF: Final = {key: variable for variable, key in VARIABLES.items()}
+_KNOWN: Final = Known({section: _list_keys(section) for section in _SECTIONS}, VARIABLES)
 
 
 def load_config(
@@ -280,7 +275,7 @@ def load_config(
     document = {} if found is None else _read_file(found)
     dotenv = None if found is None else found.with_name(".env")
     variables = {**(read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}), **env}
-    source = _Source(str(found or FILE_NAME), document, variables, overrides)
+    source = Source(str(found or FILE_NAME), document, variables, overrides, _KNOWN)
     stores, sinks = source.split("stores"), source.split("sinks")
     chosen = source.choose_store(stores)
     routes = read_routes(source.filled("routes"), source.name, sinks=list(sinks), stores=list(stores))
@@ -302,103 +297,7 @@ def load_config(
     return config if chosen is None else config.choose_store(chosen)
 
 
-class _Source:
-    """What was given: on the command line, in the environment, in the file.
-
-    The file's texts are filled in when they are asked for: what is overridden needs no variables.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        document: Mapping[str, Any],
-        variables: Mapping[str, str],
-        overrides: Mapping[str, object],
-        *,
-        where: str | None = None,
-    ) -> None:
-        self._where = where
-        self.name = name
-        self._document = document
-        self._variables = variables
-        self._overrides = {key: value for key, value in overrides.items() if value is not None}
-        self._check()
-
-    def _check(self) -> None:
-        for key in self._overrides:
-            check_known(key, VARIABLES.values(), "Override")
-        for variable in self._variables:
-            # Names that are not near one of ours may belong to somebody else.
-            if variable.startswith(PREFIX) and get_close_matches(variable, VARIABLES, n=1, cutoff=0.92):
-                check_known(variable, VARIABLES, "Environment", kind="variable")
-        for section, value in self._document.items():
-            check_known(section, [*_SECTIONS, *TABLES, "retry"], self.name, kind="table")
-            if not isinstance(value, dict) and section not in ("retry", "routes"):
-                raise ConfigError(f"{self.name}: expected a table [{section}], got {show(value)}")
-            if section in _SECTIONS and section != "sink":
-                for key in value:
-                    check_known(key, _list_keys(section), self._where or f"{self.name}, [{section}]")
-
-    def find(self, dotted: str) -> Given | None:
-        """The value that counts: of the command line, else of the environment, else of the file."""
-        if dotted in self._overrides:
-            return Given(self._overrides[dotted], dotted)
-        # A variable says nothing of one among several stores or sinks.
-        variable = "" if self._where else _VARIABLE_OF.get(dotted, "")
-        if self._variables.get(variable):
-            return Given(self._variables[variable], variable, rank=1, is_text=True)
-        section, _, key = dotted.partition(".")
-        table = self._document.get(section)
-        if table is None or (key and key not in table):
-            return None
-        value = table[key] if key else table
-        where = f"{self._where or f'{self.name}, [{section}]'} {key}".rstrip()
-        filled = fill(value, self._variables, where)
-        return Given(filled, where, rank=2, is_text=filled != value)
-
-    def read(self, section: str) -> dict[str, Any]:
-        found = {key: (self.find(f"{section}.{key}"), read) for key, read in _list_keys(section).items()}
-        return {key: read(given) for key, (given, read) in found.items() if given is not None}
-
-    def filled(self, section: str) -> dict[str, Any]:
-        """A table or a list of tables, with its variables filled in."""
-        if section not in self._document:
-            return {}
-        return {section: fill(self._document[section], self._variables, f"{self.name}, [{section}]")}
-
-    def split(self, section: str) -> dict[str, _Source]:
-        """The tables of `[stores.NAME]` or `[sinks.NAME]`, each as if it were the only one."""
-        single = section.removesuffix("s")
-        parts: dict[str, _Source] = {}
-        for name, table in self._document.get(section, {}).items():
-            if not isinstance(table, dict):
-                raise ConfigError(
-                    f"{self.name}, [{section}]: expected tables [{section}.NAME], got {name} = {show(table)}"
-                )
-            where = f"{self.name}, [{section}.{name}]"
-            parts[name] = _Source(self.name, {single: table}, self._variables, {}, where=where)
-        return parts
-
-    def choose_store(self, stores: dict[str, _Source]) -> str | None:
-        """The one of several stores that was named instead of a url; other settings of a store are then its own."""
-        given = {key: value for key, value in self._overrides.items() if key.startswith("store.")}
-        name = given.pop("store.url", None)
-        if not stores or (not given and name is None):
-            return None
-        if not isinstance(name, str) or name not in stores:
-            what = f"{name!r}" if name is not None else f"{next(iter(given))} = {next(iter(given.values()))!r}"
-            raise ConfigError(f"{self.name} has several stores; choose one by name ({', '.join(stores)}), got {what}")
-        for key in list(self._overrides):
-            if key.startswith("store."):
-                del self._overrides[key]
-        stores[name]._overrides.update(given)
-        return name
-
-    def names(self, section: str) -> list[str]:
-        return list(self._document.get(section, {}))
-
-
-def _check_routes(source: _Source, sinks: Mapping[str, _Source], routes: Sequence[RouteConfig]) -> None:
+def _check_routes(source: Source, sinks: Mapping[str, Source], routes: Sequence[RouteConfig]) -> None:
     single = source.find("sink.url")
     if sinks and not routes:
         raise ConfigError(f"{source.name}: [sinks.NAME] need [[routes]] that say which events go to them")
@@ -408,7 +307,7 @@ def _check_routes(source: _Source, sinks: Mapping[str, _Source], routes: Sequenc
         raise ConfigError(f"{source.name}: give a single store, or several as [stores.NAME]; not both")
 
 
-def _make_store(source: _Source) -> StoreConfig:
+def _make_store(source: Source) -> StoreConfig:
     store = StoreConfig(**source.read("store"))
     table, schema = source.find("store.table"), source.find("store.schema")
     if table is None or store.table is None or "." not in store.table:
@@ -420,7 +319,7 @@ def _make_store(source: _Source) -> StoreConfig:
     return replace(store, table=name, schema=store.schema if is_overridden else named)
 
 
-def _make_sink(source: _Source) -> SinkConfig:
+def _make_sink(source: Source) -> SinkConfig:
     url = source.find("sink.url")
     if url is not None and url.rank < 2 and "url" in source.names("sink"):
         return SinkConfig(url=read_text(url))
@@ -429,7 +328,7 @@ def _make_sink(source: _Source) -> SinkConfig:
     return SinkConfig(**source.read("sink"), options=MappingProxyType(options))
 
 
-def _make_retry(source: _Source) -> RetryPolicy:
+def _make_retry(source: Source) -> RetryPolicy:
     given = source.find("retry")
     if given is None:
         return Exponential()
