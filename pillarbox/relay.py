@@ -460,7 +460,17 @@ class Relay:
                 continue
             if settlement.lost:
                 log.warning("%d claims had lapsed before they were settled; others have them.", settlement.lost)
+            if settlement.dead:
+                self._tell_dead(batch.claims, outcomes)
             return settlement
+
+    def _tell_dead(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> None:
+        """Say which event died; of many, which one was the first, since they may all say the same."""
+        dead = [(claim.event, out) for claim, out in zip(claims, outcomes, strict=True) if isinstance(out, Dead)]
+        if dead:
+            event, outcome = dead[0]
+            more = f" (and {len(dead) - 1} more of this batch)" if len(dead) > 1 else ""
+            log.warning("Sink %s: event %s is dead%s: %s", self.sink.name, event.id, more, outcome.error)
 
     # -- a store that is down, and what is done now and then --------------------------------------------------------
 

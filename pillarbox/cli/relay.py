@@ -192,9 +192,8 @@ async def _warn_of_stranded_rows(config: Config, group: RelayGroup) -> None:
             served.setdefault(relay.store.name, {})[relay.store.sink] = relay.store
     for name, stores in served.items():
         with suppress(StoreUnavailable):
-            for sink in await next(iter(stores.values())).list_waiting():
-                if sink not in stores:
-                    log.warning("Store %s: there are events for sink %r, which nobody delivers here.", name, sink)
+            for sink in await next(iter(stores.values())).list_waiting(besides=stores):
+                log.warning("Store %s: there are events for sink %r, which nobody delivers here.", name, sink)
 
 
 def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 from pillarbox.event import Event
 from pillarbox.sinks.message import Message
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 
 SHORT: Final = 255
 """The most bytes of a name or a property."""

@@ -22,7 +22,7 @@ from pillarbox.retry import describe_error
 from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm
 from pillarbox.sinks.options import read_options
 from pillarbox.sinks.order import group_by_key
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused, make_each
 from pillarbox.sinks.tls import TLS_OPTIONS, make_tls_context
 from pillarbox.sinks.url import MASK, SinkUrl, parse_sink_url
 from pillarbox.sinks.workers import send_groups
@@ -186,18 +186,7 @@ class HttpSink:
 
     async def _send_batch(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         outcomes: list[Outcome] = [RELEASED] * len(claims)
-        documents: dict[int, bytes] = {}
-        stopped: set[str] = set()
-        for position, claim in enumerate(claims):
-            key = claim.event.key
-            if key is not None and key in stopped:
-                continue
-            try:
-                documents[position] = self._form.make_document(claim.event)
-            except Refused as error:
-                outcomes[position] = Dead(str(error))
-                if key is not None:
-                    stopped.add(key)
+        documents = dict(make_each(claims, self._form.make_document, outcomes))
         try:
             await self._send_part(claims, documents, outcomes)
         except SinkUnavailable as outage:

@@ -23,7 +23,7 @@ from pillarbox.errors import ConfigError
 from pillarbox.event import Event
 from pillarbox.sinks.http_transport import Outgoing
 from pillarbox.sinks.message import PREFIX, MessageForm
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 
 BATCH_TYPE: Final = "application/cloudevents-batch+json"

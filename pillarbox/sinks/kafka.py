@@ -28,7 +28,7 @@ from pillarbox.sinks.kafka_topics import TopicMaker
 from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 from pillarbox.sinks.threads import finish
 from pillarbox.sinks.tls import TLS_OPTIONS

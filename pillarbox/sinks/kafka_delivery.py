@@ -15,7 +15,7 @@ from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Event, 
 from pillarbox.sinks.kafka_errors import BATCH, PURGED, Outage
 from pillarbox.sinks.kafka_producer import KafkaProducer
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 
 try:
     from confluent_kafka import KafkaError, KafkaException, Producer

@@ -17,7 +17,7 @@ import orjson
 from pillarbox.codec import decode_json, is_json
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.values import Read, one_of, read_text
 
 PREFIX: Final = "pillarbox-"

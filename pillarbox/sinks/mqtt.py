@@ -23,7 +23,7 @@ from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm, f
 from pillarbox.sinks.mqtt_connection import Connection, Flight, Lost
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 from pillarbox.sinks.tls import TLS_OPTIONS, make_tls_context
 from pillarbox.sinks.url import SinkUrl

@@ -11,7 +11,7 @@ import struct
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 
 CONNACK, PUBLISH, PUBACK, PUBREC, PUBREL, PUBCOMP, PINGRESP, DISCONNECT = 2, 3, 4, 5, 6, 7, 13, 14
 PING: Final = b"\xc0\x00"

@@ -21,7 +21,7 @@ from pillarbox.sinks.nats_connection import Answer, Connection, Forbidden, Lost,
 from pillarbox.sinks.nats_message import NatsForm
 from pillarbox.sinks.nats_options import Stream, read_nats_url
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 from pillarbox.sinks.url import SinkUrl
 

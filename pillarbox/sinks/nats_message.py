@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from pillarbox.event import Event
 from pillarbox.sinks.message import MessageForm
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 
 MESSAGE_ID: Final = "Nats-Msg-Id"

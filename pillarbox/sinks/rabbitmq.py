@@ -25,7 +25,6 @@ from pillarbox.retry import describe_error
 from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm, form_options
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.publish import Refused
 from pillarbox.sinks.rabbitmq_channels import (
     Ack,
     Blocked,
@@ -37,6 +36,7 @@ from pillarbox.sinks.rabbitmq_channels import (
     Publisher,
 )
 from pillarbox.sinks.rabbitmq_places import PLACE_OPTIONS, Places
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 from pillarbox.sinks.tls import TLS_OPTIONS, make_tls_context
 from pillarbox.sinks.url import SinkUrl

@@ -13,8 +13,8 @@ import aiormq
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
 from pillarbox.retry import describe_error
-from pillarbox.sinks.publish import Refused
 from pillarbox.sinks.rabbitmq_channels import Channels, ConnectionLost, Place
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 from pillarbox.values import Read, one_of, read_number, read_switch, read_text
 

@@ -18,7 +18,7 @@ from pillarbox.retry import describe_error
 from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm, form_options
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused, make_each
 from pillarbox.sinks.templates import Template
 from pillarbox.sinks.tls import TLS_OPTIONS, make_tls_context
 from pillarbox.sinks.url import SinkUrl
@@ -139,18 +139,7 @@ class RedisSink:
 
     def _commands(self, claims: Sequence[Claim], outcomes: list[Outcome], sent: list[int]) -> Iterator[Command]:
         """Make the commands one by one, and note whose they are; a claim that makes none gets its outcome."""
-        stopped: set[str] = set()
-        for position, claim in enumerate(claims):
-            key = claim.event.key
-            if key is not None and key in stopped:
-                continue
-            try:
-                command = self._command(claim.event)
-            except Refused as error:
-                outcomes[position] = Dead(str(error))
-                if key is not None:
-                    stopped.add(key)
-                continue
+        for position, command in make_each(claims, self._command, outcomes):
             sent.append(position)
             yield command
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 
 FIELDS: Final = (
     *("topic", "type", "key", "id", "aggregate_type", "aggregate_id"),

@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -276,19 +276,20 @@ class SqlStore(ABC):
         found = await self.run(lambda db: list(db.execute(query).scalars()), writes=False)
         return ["", *(sink for sink in found if sink)]
 
-    async def list_waiting(self) -> list[str]:
-        """Those of the sinks that have undelivered events."""
-        if self.layout.order is None or self.layout.counts.delivered is None:
+    async def list_waiting(self, *, besides: Container[str] = ()) -> list[str]:
+        """Those of the sinks that have events to claim now or later, except the ones in `besides`."""
+        if self.layout.order is None:
             return []
-        outbox = self.tables["outbox"]
-        is_left = sa.not_(self.layout.counts.delivered(outbox.c))
+        columns = self.tables["outbox"].c
+        # Each of these conditions has an index; that of everything undelivered has none.
+        to_claim = [self.layout.ready(columns), *(wait.where(columns) for wait in self.layout.waits)]
         found = []
         for sink in await self.sinks():
-            left: sa.Select[Any] = (
-                sa.select(sa.literal_column("1")).where(outbox.c[self.layout.order.sink] == sink, is_left).limit(1)
-            )
-            if await self.run(lambda db, left=left: db.execute(left).first(), writes=False):  # type: ignore[misc]
-                found.append(sink)
+            if sink not in besides:
+                of_sink = columns[self.layout.order.sink] == sink
+                any_left = sa.select(sa.or_(*(sa.exists().where(of_sink, each) for each in to_claim)))
+                if await self.run(lambda db, query=any_left: db.execute(query).scalar_one(), writes=False):  # type: ignore[misc]
+                    found.append(sink)
         return found
 
     # -- what operators do ------------------------------------------------------------------------------------------

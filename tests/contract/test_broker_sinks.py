@@ -301,8 +301,12 @@ async def test_server_killed_in_the_middle_loses_nothing_and_spends_no_attempt(k
     async with relay:
         running = asyncio.create_task(relay.run())
         async with asyncio.timeout(100):
-            while await store.counts() != Counts():
+            while (counts := await store.counts()) != Counts():
                 assert not running.done(), running.exception()
+                assert counts.dead == 0
+                for restart in back:
+                    # A server that does not come back is the reason for everything else.
+                    assert not restart.done() or restart.exception() is None, restart.exception()
                 await asyncio.sleep(0.05)
         relay.stop()
         await running

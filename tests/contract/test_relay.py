@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -205,6 +207,24 @@ async def _pass_until(kit: Kit, condition: Any) -> None:
             return
         await kit.pass_time(SECOND)
     raise AssertionError("it never came true")
+
+
+async def test_relay_says_which_events_died_and_why(kit: Kit, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    bad = events(" ".join(["a"] * 100))
+    kit.put(*bad, event("b"))
+    sink = MemorySink("far")
+    sink.fail(has_type("a"), Dead("no way"), times=None)
+    await Relay(store, sink).drain()
+    told = [
+        re.fullmatch(
+            r"Sink far: event (\S+) is dead(?: \(and (\d+) more of this batch\))?: no way", record.getMessage()
+        )
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ]
+    assert {found[1] for found in told if found} <= {str(event.id) for event in bad}
+    assert sum(1 + int(found[2] or 0) for found in told if found) == 100
+    assert len(told) < 100
 
 
 async def test_dead_event_lets_its_key_pass_when_told_to(kit: Kit, store: Store) -> None:

@@ -365,8 +365,13 @@ def running_script(wire: Wire, url: str) -> Iterator[None]:
         busy.write("EVAL", "while true do end", "0")
         while not is_busy(wire):
             pass
-        yield
-        wire.call("SCRIPT", "KILL")
+        try:
+            yield
+        finally:
+            wire.call("SCRIPT", "KILL")
+            # The kill is acknowledged before the script ends.
+            while is_busy(wire):
+                pass
 
 
 def is_busy(wire: Wire) -> bool:

@@ -14,7 +14,7 @@ from cloudevents.core.formats.json import JSONFormat
 from pillarbox.errors import ConfigError
 from pillarbox.event import EVENT_FIELDS, Event, load_event
 from pillarbox.sinks.message import MessageForm
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 
 ID = UUID("01890a5d-ac96-774b-bcce-b302099a8057")

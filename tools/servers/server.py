@@ -173,7 +173,8 @@ class Server:
         pid = self._send(number)
         if pid is not None:
             deadline = time.monotonic() + STOP_SECONDS
-            while self.pid() is not None:
+            # Another thread may already be starting the next one.
+            while self.pid() == pid:
                 if time.monotonic() > deadline:
                     raise ServerError(f"{self.name} (pid {pid}) did not stop within {STOP_SECONDS} s.")
                 time.sleep(0.05)

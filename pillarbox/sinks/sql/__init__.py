@@ -22,7 +22,7 @@ from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Outcome, Retry
 from pillarbox.retry import describe_error
 from pillarbox.sinks.options import read_options
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.sql.engine import DRIVER_OPTIONS, Runner, ServerRunner, Work, backend_of, open_runner
 from pillarbox.sinks.sql.failures import Kind, describe, is_missing, judge
 from pillarbox.sinks.sql.rows import MissingColumn, RowWriter

@@ -14,7 +14,7 @@ from sqlalchemy.dialects import mysql, postgresql
 
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.sql.tables import declare_events
 from pillarbox.values import Given, check_known, read_text
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from pillarbox.codec import decode_json, is_json
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
-from pillarbox.sinks.publish import Refused
+from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.sql.rows import encode_headers, encode_time
 from pillarbox.values import check_known
 
