@@ -2,7 +2,8 @@
 
 Each call of `deliver` has a producer and a thread to itself while it runs, so that giving up on a batch cannot touch
 another one. The order of a key holds across producers because no key is in two batches at once. Producers are kept for
-the next call; there are as many as there were calls at a time.
+the next call; there are as many as there were calls at a time, and one more: the client takes half a second to get a
+new one its number from the cluster, before which it sends nothing.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class KafkaSink:
         self._known_names: set[str] = set()
         self._idle: list[KafkaProducer] = []
         self._made = 0
+        self._is_making_spare = False
         self._running: set[asyncio.Future[Any]] = set()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -185,11 +187,30 @@ class KafkaSink:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pillarbox-kafka")
         producer = self._idle.pop() if self._idle else self._make_producer()
+        self._have_spare(self._threads)
         stop = threading.Event()
         running = asyncio.get_running_loop().run_in_executor(self._threads, self._guard, work, producer, stop)
         self._running.add(running)
         running.add_done_callback(partial(self._give_back, producer))
         return await finish(running, stop.set)
+
+    def _have_spare(self, threads: ThreadPoolExecutor) -> None:
+        """Make a producer for the next call that finds all others at work; a transaction's has its number at once."""
+        if self._idle or self._transactional_id is not None or self._is_making_spare:
+            return
+        self._is_making_spare = True
+        spare = self._make_producer()
+        making = asyncio.get_running_loop().run_in_executor(threads, spare.have_client)
+        self._running.add(making)
+        making.add_done_callback(partial(self._keep_spare, spare))
+
+    def _keep_spare(self, spare: KafkaProducer, making: asyncio.Future[None]) -> None:
+        self._is_making_spare = False
+        self._running.discard(making)
+        # Why it could not be made is known to the call that needs it: it tries again.
+        if not making.cancelled():
+            making.exception()
+        self._idle.insert(0, spare)
 
     def _make_producer(self) -> KafkaProducer:
         number, self._made = self._made, self._made + 1
