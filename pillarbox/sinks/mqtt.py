@@ -107,6 +107,7 @@ class MqttSink:
         self._connect_packet = self._encode_connect(client_id or f"pillarbox{uuid4().hex[:14]}", user, password)
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
+        self._alone = asyncio.Lock()
 
     @classmethod
     def from_url(cls, url: SinkUrl) -> MqttSink:
@@ -156,24 +157,38 @@ class MqttSink:
         """Send until every message has its answer.
 
         Mosquitto 2.0.11 ends the connection over a message that it refuses, and its answer may be lost with what came
-        after it. So what has no answer goes again at once, one by one until the culprit is found.
+        after it. So what has no answer goes again at once, one by one until the culprit is found. Meanwhile no other
+        delivery shares the connection: a culprit among its messages would end it for this one as well.
         """
-        is_careful, vain = False, 0
-        while True:
+        async with self._alone:  # waits for those that are
             connection = await self._connected()
-            before = flight.answered
-            try:
-                await self._send(connection, flight, claims, is_careful=is_careful)
-                return
-            except Lost as error:
-                vain = 0 if flight.answered > before else vain + 1
+        error = await self._try(connection, flight, claims)
+        if error is None:
+            return
+        async with self._alone:
+            vain = 0
+            while error is not None:
                 if not connection.was_cut or vain == _VAIN_TRIES:
                     raise self._unavailable(error) from error
                 is_careful = not connection.was_last_refused
-            finally:
-                if not flight.is_done:
-                    # What is on its way must not arrive after these claims were given back.
-                    connection.drop("a delivery was given up")
+                before = flight.answered
+                connection = await self._connected()
+                error = await self._try(connection, flight, claims, is_careful=is_careful)
+                vain = 0 if flight.answered > before else vain + 1
+
+    async def _try(
+        self, connection: Connection, flight: Flight, claims: Sequence[Claim], *, is_careful: bool = False
+    ) -> Lost | None:
+        """Send what has no answer yet; returns why the connection was lost, if it was."""
+        try:
+            await self._send(connection, flight, claims, is_careful=is_careful)
+            return None
+        except Lost as error:
+            return error
+        finally:
+            if not flight.is_done:
+                # What is on its way must not arrive after these claims were given back.
+                connection.drop("a delivery was given up")
 
     async def _send(self, connection: Connection, flight: Flight, claims: Sequence[Claim], *, is_careful: bool) -> None:
         flight.begin()
@@ -207,12 +222,12 @@ class MqttSink:
 
     async def _wait(self, connection: Connection, flight: Flight) -> None:
         while not flight.is_done:
+            if connection.lost is not None:
+                raise connection.lost
             before = connection.answered
             await flight.wait(self._timeout)
             if connection.answered == before and not flight.is_done:
                 connection.drop(f"no acknowledgement within {self._timeout:g} s")
-            if connection.lost is not None and not flight.is_done:
-                raise connection.lost
 
     def _judge(self, answer: wire.Answer) -> Outcome:
         if answer.code == wire.NO_SUBSCRIBERS and self._requires_subscribers:

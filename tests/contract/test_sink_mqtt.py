@@ -225,8 +225,8 @@ async def test_refused_messages_of_several_batches_at_once(place):
         made = [named_claim(f"{n}", key, topic=f"{place.root}/{key}") for n in range(40)]
         return [*made, named_claim("bad", key, topic="forbidden/x"), named_claim("after", key, topic=place.root)]
 
-    results = await asyncio.gather(*(sink.deliver(batch(key)) for key in "abc"))
-    assert list(results) == [[*[DELIVERED] * 40, Dead(FORBIDDEN), RELEASED]] * 3
+    results = await asyncio.gather(*(sink.deliver(batch(key)) for key in "abcdefgh"))
+    assert list(results) == [[*[DELIVERED] * 40, Dead(FORBIDDEN), RELEASED]] * 8
 
 
 @pytest.mark.parametrize("topic", ["a/+/b", "#", "a\0b", "a\nb", "\udc00"])
