@@ -1,7 +1,6 @@
 """The relay to MQTT, over a bare loop of paho with the same window.
 
-Nobody is subscribed: the test server saves what it queues for subscribers at each change, which would be all there is
-to measure.
+Nobody is subscribed: delivered is what the server has acknowledged, and a reader would only share the machine.
 """
 
 from __future__ import annotations

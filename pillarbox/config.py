@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -177,19 +178,22 @@ class Config:
         return replace(self, store=replace(self.store, recipient=name or None))
 
     def make_group(self, *, hook: Hook | None = None) -> RelayGroup:
-        """Make the relays from every store to its sinks, named by sink, and by store where there are several."""
+        """Make the relays from every store to its sinks, named by sink, and by store where there are several.
+
+        All stores share the sinks, with their connections, limits and names at their destinations.
+        """
+        open_sink = cache(lambda name: self.sinks[name].open(name) if name else self.open_sink())
         group = RelayGroup({})
         for config in [self.choose_store(name) for name in self.stores] or [self]:
-            group.add(config._make_relays(hook))
+            group.add(config._make_relays(open_sink, hook))
         return group
 
-    def _make_relays(self, hook: Hook | None) -> RelayGroup:
+    def _make_relays(self, open_sink: Callable[[str], Sink], hook: Hook | None) -> RelayGroup:
         prefix = f"{self.store_name}." if self.store_name else ""
         if not self.routes:
-            sink = self.open_sink()
+            sink = open_sink("")
             return RelayGroup({f"{prefix}{sink.name}": self.make_relay(self.open_store(), sink, hook=hook)})
         routes = routes_of(self.store_name, self.routes, self.unmatched)
-
         if self.store.recipient is not None:
             raise ConfigError(f"[store] recipient: routes decide who gets a row; leave {self.store.recipient!r} out")
         into = self._make_routing_outbox()
@@ -203,10 +207,9 @@ class Config:
                 part = replace(part, store=replace(part.store, layout="pillarbox", table=into.table.name, topics=None))
             return part.open_store()
 
-        sinks = {each: self.sinks[each].open(each) for each in routes.sinks}
         return route_relays(
             open_part,
-            sinks,
+            {name: open_sink(name) for name in routes.sinks},
             routes,
             make_relay=lambda store, sink, hook: self.make_relay(store, sink, hook=hook),
             into=into,

@@ -7,12 +7,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import Claim, Outcome
 from pillarbox.hooks import Hook
+from pillarbox.opening import Opening
 from pillarbox.outbox import Outbox
 from pillarbox.relay import Relay
 from pillarbox.routing import FanOut, Routes
@@ -23,7 +22,7 @@ from pillarbox.stores.sql import SqlStore
 log = logging.getLogger("pillarbox.relay")
 
 
-class RelayGroup:
+class RelayGroup(Opening):
     """Runs relays together, by name. One that is down stops no other; one that fails for good stops them all.
 
     A relay named in `feeds` wakes those it feeds as soon as it has settled something for them.
@@ -42,14 +41,10 @@ class RelayGroup:
             for relay in self.relays.values():
                 stack.push_async_callback(relay.close)
 
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+    @property
+    def dropped(self) -> int:
+        """How many events had no route and were dropped."""
+        return sum(relay.sink.dropped for relay in self.relays.values() if isinstance(relay.sink, FanOut))
 
     def add(self, other: RelayGroup) -> None:
         """Take over the relays of another group."""
@@ -99,7 +94,8 @@ class Waking(Hook):
     What was only routed on does not count as delivered there.
     """
 
-    def __init__(self, relays: Sequence[Relay], hook: Hook | None = None) -> None:
+    def __init__(self, fan_out: FanOut, relays: Sequence[Relay], hook: Hook | None = None) -> None:
+        self._fan_out = fan_out
         self._relays = relays
         self._hook = hook or Hook()
 
@@ -115,6 +111,7 @@ class Waking(Hook):
     def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
         self._hook.settled(batch, outcomes, replace(settlement, delivered=0))
         if settlement.delivered:
+            self._fan_out.settled(batch.claims, outcomes)
             for relay in self._relays:
                 relay.wake()
 
@@ -142,6 +139,6 @@ def route_relays(
         raise ConfigError(f"Routes: there is no sink {missing[0]!r}; expected {', '.join(sinks) or 'a sink'}")
     relays = {prefix + name: make_relay(open_store(name), sinks[name], hook) for name in routes.sinks}
     source = open_store("")
-    fan_out = make_relay(source, FanOut(source, routes, into=into), Waking(list(relays.values()), hook))
-    fed = list(relays)
-    return RelayGroup({f"{prefix}fan-out": fan_out, **relays}, feeds={f"{prefix}fan-out": fed})
+    fan_out = FanOut(source, routes, into=into)
+    feeding = make_relay(source, fan_out, Waking(fan_out, list(relays.values()), hook))
+    return RelayGroup({f"{prefix}fan-out": feeding, **relays}, feeds={f"{prefix}fan-out": list(relays)})

@@ -21,14 +21,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pillarbox.ahead import Ahead, start_claim
 from pillarbox.breaker import Breaker
 from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreUnavailable, Unsupported
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.hooks import Hook
+from pillarbox.opening import Opening
 from pillarbox.outage import Outage
 from pillarbox.retry import Exponential, Failure, RetryPolicy, describe_error
 from pillarbox.sinks import Sink
@@ -43,7 +43,7 @@ SETTLE_TRIES_FIRST = 0.05
 HOUSEKEEPING = timedelta(minutes=1)
 
 
-class Relay:
+class Relay(Opening):
     """Delivers the events of one store to one sink.
 
     `claim` is `hold`, `lease`, or `auto`: hold where the sink is quick and the store allows it. `in_flight` batches of
@@ -126,15 +126,6 @@ class Relay:
         if self._was_opened:
             self._was_opened = self._is_open = False
             await self.store.close()
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def run_once(self) -> Settlement:
         """Claim, deliver and settle one batch; a paused destination and an empty outbox settle nothing."""
@@ -466,11 +457,10 @@ class Relay:
 
     def _tell_dead(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> None:
         """Say which event died; of many, which one was the first, since they may all say the same."""
-        dead = [(claim.event, out) for claim, out in zip(claims, outcomes, strict=True) if isinstance(out, Dead)]
-        if dead:
-            event, outcome = dead[0]
-            more = f" (and {len(dead) - 1} more of this batch)" if len(dead) > 1 else ""
-            log.warning("Sink %s: event %s is dead%s: %s", self.sink.name, event.id, more, outcome.error)
+        dead = [(claim, outcome) for claim, outcome in zip(claims, outcomes, strict=True) if isinstance(outcome, Dead)]
+        claim, outcome = dead[0]
+        more = f" (and {len(dead) - 1} more of this batch)" if len(dead) > 1 else ""
+        log.warning("Sink %s: event %s is dead%s: %s", self.sink.name, claim.event.id, more, outcome.error)
 
     # -- a store that is down, and what is done now and then --------------------------------------------------------
 

@@ -10,6 +10,8 @@ that is there already stays: each event is unique within a sink.
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import zlib
 from collections import defaultdict
@@ -30,6 +32,8 @@ from pillarbox.stores import Effect
 from pillarbox.stores.dialect import is_mysql
 from pillarbox.stores.sql import SqlStore
 from pillarbox.wakeup import channel_name
+
+log = logging.getLogger("pillarbox.relay")
 
 MAX_SINK_NAME: Final = 100
 # What a copy does not take over: its own number, its sink, and the life that begins anew.
@@ -104,9 +108,7 @@ def _compile(patterns: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _as_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _check_route(route: Route, what: str) -> None:
@@ -183,26 +185,28 @@ class FanOut:
     def effect(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> Effect:
         """What must commit with the settlement: the rows for each sink."""
         chosen: dict[str, list[Claim]] = defaultdict(list)
-        dropped = counted = 0
         for claim, outcome in zip(claims, outcomes, strict=True):
-            if not isinstance(outcome, Delivered):
-                continue
-            sinks = self._routes.match(claim.event) or ()
-            dropped += not sinks
-            for sink in sinks:
-                chosen[sink].append(claim)
+            if isinstance(outcome, Delivered):
+                for sink in self._routes.match(claim.event) or ():
+                    chosen[sink].append(claim)
 
         def write(db: sa.Connection) -> None:
-            nonlocal counted
             for sink, routed in chosen.items():
                 self._write(db, sink, routed)
             if chosen and db.dialect.name == "postgresql":
                 channel = channel_name(self._outbox, self._layout)
                 db.execute(sa.select(sa.cast(sa.func.pg_notify(channel, ""), sa.Text)))
-            # A settlement that is tried again drops nothing twice.
-            self.dropped, counted = self.dropped + dropped - counted, dropped
 
         return write
+
+    def settled(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> None:
+        """Count what was dropped, now that the settlement has been committed."""
+        if self._routes.unmatched == "drop":
+            done = (claim for claim, outcome in zip(claims, outcomes, strict=True) if isinstance(outcome, Delivered))
+            dropped = sum(not self._routes.match(claim.event) for claim in done)
+            self.dropped += dropped
+            if dropped:
+                log.info("Dropped %d events that no route matches.", dropped)
 
     def _write(self, db: sa.Connection, sink: str, claims: Sequence[Claim]) -> None:
         dialect = db.dialect.name

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from tests.servers import server_url
+from tests.servers import miss, server_url
 from tools.servers.broker import Broker
 from tools.servers.kafka import KafkaServer
 from tools.servers.mosquitto import MosquittoServer
@@ -108,10 +108,7 @@ def private_broker() -> Iterator[Callable[[BrokerName], PrivateBroker]]:
 def _require_programs(name: BrokerName) -> None:
     """The shared broker may run elsewhere; this one needs its programs here."""
     if not BROKERS[name](Path()).is_installed():
-        missing = f"the programs of {name} are not on this machine: tools/services start {name}"
-        if os.environ.get("PILLARBOX_REQUIRE_SERVICES") == "1":
-            pytest.fail(missing)
-        pytest.skip(missing)
+        miss(f"the programs of {name} are not on this machine: tools/services start {name}")
 
 
 @contextmanager

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import os
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-from tests.servers import ServerName, server_url
+from tests.servers import ServerName, miss, server_url
 from tools.servers.mariadb import SERVER, MariadbServer
 from tools.servers.postgres import PostgresServer
 from tools.servers.server import Server
@@ -23,10 +20,7 @@ def private_server(name: ServerName) -> Server:
     server_url(name)  # skips where there is none
     is_installed = list(Path("/usr/lib/postgresql").glob("*/bin/initdb")) if name == "postgres" else SERVER.exists()
     if not is_installed:
-        missing = f"the programs of {name} are not on this machine"
-        if os.environ.get("PILLARBOX_REQUIRE_SERVICES") == "1":
-            pytest.fail(missing)
-        pytest.skip(missing)
+        miss(f"the programs of {name} are not on this machine")
     folder = tempfile.TemporaryDirectory(prefix="pillarbox-server-")
     Path(folder.name).chmod(0o755)
     server = (PostgresServer if name == "postgres" else MariadbServer)(Path(folder.name))

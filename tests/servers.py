@@ -6,7 +6,7 @@ a reason to skip on a laptop, and a failure where PILLARBOX_REQUIRE_SERVICES=1, 
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import pytest
 
@@ -48,11 +48,15 @@ def _variable(name: str) -> str:
     key = f"PILLARBOX_TEST_{name.upper()}"
     value = os.environ.get(key) or _services().get(key)
     if value is None:
-        reason = f"{name}: {key} is not set, nor in .services/env. Run: make services"
-        if os.environ.get("PILLARBOX_REQUIRE_SERVICES") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        miss(f"{name}: {key} is not set, nor in .services/env. Run: make services")
     return value
+
+
+def miss(reason: str) -> NoReturn:
+    """Skip the test for want of a server; fail it where all servers are required."""
+    if os.environ.get("PILLARBOX_REQUIRE_SERVICES") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def _services() -> dict[str, str]:

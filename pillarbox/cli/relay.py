@@ -121,7 +121,7 @@ def relay(
     tally, remains = asyncio.run(_run(config, drains=drain))
     log.info("%s", _summarize(tally, remains))
     if as_json:
-        summary = asdict(tally.total)
+        summary = {**asdict(tally.total), "dropped": tally.dropped}
         if remains is not None:
             summary["remaining"] = counts_to_json(add_counts(remains.values()))
         used = [config.sink, *config.sinks.values()]
@@ -130,12 +130,14 @@ def relay(
 
 
 class Tally(Hook):
-    """Adds up what a relay settles; keeps why its destination was down and whether it was told to stop."""
+    """Adds up what the relays settle; keeps why a destination was down, and whether they were told to stop."""
 
     def __init__(self) -> None:
         self.total = Settlement()
         self.reason: str | None = None
         self.is_stopped = False
+        self.dropped = 0
+        """How many events had no route and were dropped, once all relays have ended."""
 
     def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
         self.total += settlement
@@ -167,6 +169,7 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Mapping[str, Cou
     except SinkUnavailable as error:
         raise SinkUnavailable(tally.reason or str(error)) from error
     finally:
+        tally.dropped = group.dropped
         await group.close()
         # Nothing is left to stop: a late signal must not make a failure of it.
         for number in SIGNALS:
@@ -214,6 +217,8 @@ def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:
 def _summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:
     total = tally.total
     done = f"{total.delivered} delivered, {total.retried} to retry, {total.dead} dead"
+    if tally.dropped:
+        done += f", {tally.dropped} dropped without a route"
     if total.lost:
         done += f", {total.lost} lost to another relay"
     rest = "" if remains is None else f" Remaining: {describe_counts(add_counts(remains.values()))}."

@@ -30,7 +30,8 @@ class Sink(Protocol):
     - An answer about one message becomes that message's outcome; a destination that is down raises
       `SinkUnavailable` and blames no message. When it goes down in the middle of a batch, the exception
       carries the `outcomes`: those already won, and `Released` for the rest.
-    - `deliver` may be called again while an earlier call runs, with claims of other keys.
+    - `deliver` may be called again while an earlier call runs, with claims of other keys, or of another store.
+    - Relays of several stores may share a sink: `open` may be called again, too.
     - Cancellation is passed on; `close` flushes and may be called twice.
     """
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,7 +23,7 @@ from typing import Any, Final, Literal, TypeVar
 from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import Claim, Dead, Event, Outcome, Retry
 from pillarbox.sinks.kafka_delivery import Delivery, Headers
-from pillarbox.sinks.kafka_errors import UNKNOWN_TOPIC, Outage, describe, judge
+from pillarbox.sinks.kafka_errors import Outage, describe
 from pillarbox.sinks.kafka_producer import KafkaProducer
 from pillarbox.sinks.kafka_settings import COMPRESSIONS, MECHANISMS, make_settings, mask, read_table
 from pillarbox.sinks.kafka_topics import TopicMaker
@@ -37,7 +38,7 @@ from pillarbox.sinks.url import SinkUrl
 from pillarbox.values import Read, one_of, read_number, read_pause, read_switch, read_text
 
 try:
-    from confluent_kafka import KafkaError, KafkaException
+    from confluent_kafka import KafkaException
 except ImportError as error:
     raise MissingExtra("Kafka", "kafka") from error
 
@@ -61,6 +62,7 @@ _OPTIONS: Final[dict[str, Read]] = {
     **FORM_OPTIONS,
 }
 _TOPIC: Final = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
+_KNOWN_NAMES: Final = 10_000
 _THREADS: Final = 64
 PORT: Final = 9092
 
@@ -136,7 +138,8 @@ class KafkaSink:
         self._topic = Template(topic, what=f"Sink {self.name!r} topic")
         self._form = MessageForm(cloudevents=cloudevents, cloudevents_source=cloudevents_source, ce_prefix="ce_")
         self._known_names: set[str] = set()
-        self._idle: list[KafkaProducer] = []
+        # Used in turn: what a client has to say is kept in its memory until it is used again.
+        self._idle: deque[KafkaProducer] = deque()
         self._made = 0
         self._is_making_spare = False
         self._running: set[asyncio.Future[Any]] = set()
@@ -164,7 +167,7 @@ class KafkaSink:
             return []
         delivery = Delivery(claims, self._render)
         try:
-            return await self._run(partial(self._deliver, delivery))
+            return await self._run(partial(self._deliver, delivery), keeps_spare=True)
         except SinkUnavailable as error:
             error.outcomes = release_successors(claims, delivery.outcomes)
             raise
@@ -182,12 +185,13 @@ class KafkaSink:
         self._made = 0
         threads.shutdown()
 
-    async def _run(self, work: Callable[[KafkaProducer, threading.Event], T]) -> T:
+    async def _run(self, work: Callable[[KafkaProducer, threading.Event], T], *, keeps_spare: bool = False) -> T:
         """Run work with a producer of its own in a thread of ours."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pillarbox-kafka")
-        producer = self._idle.pop() if self._idle else self._make_producer()
-        self._have_spare(self._threads)
+        producer = self._idle.popleft() if self._idle else self._make_producer()
+        if keeps_spare:
+            self._have_spare(self._threads)
         stop = threading.Event()
         running = asyncio.get_running_loop().run_in_executor(self._threads, self._guard, work, producer, stop)
         self._running.add(running)
@@ -198,9 +202,9 @@ class KafkaSink:
         """Make a producer for the next call that finds all others at work; a transaction's has its number at once."""
         if self._idle or self._transactional_id is not None or self._is_making_spare:
             return
-        self._is_making_spare = True
         spare = self._make_producer()
         making = asyncio.get_running_loop().run_in_executor(threads, spare.have_client)
+        self._is_making_spare = True
         self._running.add(making)
         making.add_done_callback(partial(self._keep_spare, spare))
 
@@ -210,7 +214,7 @@ class KafkaSink:
         # Why it could not be made is known to the call that needs it: it tries again.
         if not making.cancelled():
             making.exception()
-        self._idle.insert(0, spare)
+        self._idle.append(spare)
 
     def _make_producer(self) -> KafkaProducer:
         number, self._made = self._made, self._made + 1
@@ -242,7 +246,7 @@ class KafkaSink:
     def _deliver(self, delivery: Delivery, producer: KafkaProducer, stop: threading.Event) -> list[Outcome]:
         producer.begin(stop)
         refused = {} if self._topics is None else self._topics.make(self._list_topics(delivery.claims), producer)
-        delivery.use(producer, partial(self._judge, producer), refused=refused)
+        delivery.use(producer, partial(self._judge_missing, producer), refused=refused)
         return delivery.send() if self._transactional_id is None else delivery.send_in_transaction()
 
     def _unavailable(self, reason: str) -> SinkUnavailable:
@@ -253,6 +257,8 @@ class KafkaSink:
         if topic not in self._known_names:
             if _TOPIC.fullmatch(topic) is None:
                 raise Refused(f"Topic {topic!r}: expected up to 249 letters, digits, dots, underscores and hyphens")
+            if len(self._known_names) >= _KNOWN_NAMES:
+                self._known_names.clear()
             self._known_names.add(topic)
         return topic
 
@@ -275,9 +281,7 @@ class KafkaSink:
                 topics.add(self._name_topic(claim.event))
         return topics
 
-    def _judge(self, producer: KafkaProducer, topic: str, error: KafkaError) -> Outcome:
-        if error.code() not in UNKNOWN_TOPIC:
-            return judge(error, topic)
+    def _judge_missing(self, producer: KafkaProducer, topic: str) -> Outcome:
         if producer.has_topic(topic):
             raise Outage(f"topic {topic!r} is there, but the client does not know it yet")
         if self._topics is not None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from pillarbox.errors import MissingExtra
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Event, Outcome, Retry
-from pillarbox.sinks.kafka_errors import BATCH, PURGED, Outage
+from pillarbox.sinks.kafka_errors import BATCH, PURGED, UNKNOWN_TOPIC, Outage, judge
 from pillarbox.sinks.kafka_producer import KafkaProducer
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.refused import Refused
@@ -26,8 +26,8 @@ Headers = dict[str, str | bytes | None]
 Render = Callable[[Event], tuple[str, bytes, Headers]]
 """Returns an event's topic, value and headers; raises `Refused`."""
 
-Judge = Callable[[str, KafkaError], Outcome]
-"""What an error about a message to that topic makes of it; raises `Outage`."""
+JudgeMissing = Callable[[str], Outcome]
+"""Asks the cluster for a topic that the client does not know: what becomes of its messages; raises `Outage`."""
 
 
 class Delivery:
@@ -39,11 +39,12 @@ class Delivery:
         self._render = render
         self._errors: dict[int, KafkaError] = {}
         self._stopped: set[str] = set()
+        self._missing: dict[str, Outcome] = {}
 
-    def use(self, producer: KafkaProducer, judge: Judge, *, refused: Mapping[str, KafkaError]) -> None:
+    def use(self, producer: KafkaProducer, judge_missing: JudgeMissing, *, refused: Mapping[str, KafkaError]) -> None:
         """Go by this producer, which has begun; nothing can go to topics that were refused."""
         self._producer = producer
-        self._judge_error = judge
+        self._judge_missing = judge_missing
         self._refused = refused
 
     def send(self) -> list[Outcome]:
@@ -167,6 +168,7 @@ class Delivery:
     def _report(self, position: int, error: KafkaError | None, message: object) -> None:
         if error is None:
             self.outcomes[position] = DELIVERED
+            self._producer.note_answer()
         else:
             self._errors[position] = error
 
@@ -179,10 +181,21 @@ class Delivery:
             if finds_suspects and error.code() in BATCH:
                 has_suspects = True
                 continue
+            topic = self._render(self.claims[position].event)[0]
+            if outage is not None and error.code() in UNKNOWN_TOPIC and topic not in self._missing:
+                # A cluster that cannot be used is not asked about one topic after the other.
+                continue
             try:
-                self.outcomes[position] = self._judge_error(self._render(self.claims[position].event)[0], error)
+                self.outcomes[position] = self._judge_error(topic, error)
             except Outage as found:
                 outage = outage or found
         if outage is not None:
             raise outage
         return has_suspects
+
+    def _judge_error(self, topic: str, error: KafkaError) -> Outcome:
+        if error.code() not in UNKNOWN_TOPIC:
+            return judge(error, topic)
+        if topic not in self._missing:
+            self._missing[topic] = self._judge_missing(topic)
+        return self._missing[topic]

@@ -25,6 +25,8 @@ except ImportError as error:
 # How long a call of the client may take before a stop is noticed.
 _SLICE: Final = 0.1
 _ABORT: Final = 1.0
+# A client may take nearly the whole limit to say that a topic is missing; asking the cluster comes after that.
+_GRACE: Final = 0.5
 
 
 class Stopped(Exception):
@@ -85,8 +87,8 @@ class KafkaProducer:
         """Whether no further round should be begun: what is left comes again."""
         return self.remaining < self._settings.timeout / 4
 
-    def look(self) -> None:
-        """Raise `Stopped` or `Outage` when there is no use in waiting longer."""
+    def look(self, *, grace: float = 0.0) -> None:
+        """Raise `Stopped` or `Outage` when there is no use in waiting longer; `grace` is added to the limit."""
         if self._stop.is_set():
             raise Stopped
         if self._is_refused:
@@ -94,7 +96,7 @@ class KafkaProducer:
         # Not at once: a host may have several addresses, of which the first does not answer.
         if self._down_at is not None and time.monotonic() > self._down_at + self._settings.timeout / 2:
             raise Outage(self._why("no broker can be reached"))
-        if not self.remaining:
+        if time.monotonic() >= self._deadline + grace:
             raise Outage(self._why(f"no answer within {self._settings.timeout:g} s"))
 
     # -- sending ------------------------------------------------------------------------------------------------
@@ -108,15 +110,14 @@ class KafkaProducer:
         """Wait until every message has been answered, or something stands in `failed`."""
         # Unlike polling, flushing does not let the last messages linger for company.
         client = self.client
-        before = len(client)
-        while left := client.flush(min(_SLICE, self.remaining)):
-            if left < before:
-                # Somebody has answered: the client found a broker again.
-                self._down_at = None
-            before = left
+        while client.flush(min(_SLICE, self.remaining)):
             if failed:
                 return
             self.look()
+
+    def note_answer(self) -> None:
+        """A message was acknowledged: the client has found a broker again."""
+        self._down_at = None
 
     def repeat(self, call: Callable[[float], Any]) -> Any:
         """Call a function of the client that takes a timeout and may be called again after it, until the limit."""
@@ -133,29 +134,31 @@ class KafkaProducer:
     def check(self, stop: threading.Event) -> None:
         """Ask the cluster for its metadata."""
         self.begin(stop)
+        self._list_topics()
+
+    def has_topic(self, topic: str) -> bool:
+        """Ask the cluster, not the client's memory; raises `Outage` when it does not answer."""
+        self.look(grace=_GRACE)
+        found = self._list_topics(topic, grace=_GRACE)
+        return topic in found and found[topic].error is None
+
+    def _list_topics(self, topic: str | None = None, *, grace: float = 0.0) -> dict[str, Any]:
         pause = _SLICE
         while True:
             try:
-                self.client.list_topics(timeout=min(pause, max(0.01, self.remaining)))
+                limit = min(pause, max(0.01, self.remaining + grace))
+                found: dict[str, Any] = self.client.list_topics(topic, timeout=limit).topics
             except KafkaException as error:
                 self.client.poll(0)
                 if error.args[0].code() not in DOWN:
-                    raise
-                self.look()
+                    raise Outage(describe(error.args[0])) from error
+                self.look(grace=grace)
                 if self._down_at is None:
                     # A cluster may be slow to answer, and each call asks anew.
                     pause *= 2
             else:
                 self._down_at = None
-                return
-
-    def has_topic(self, topic: str) -> bool:
-        """Ask the cluster, not the client's memory; raises `Outage` when it does not answer."""
-        try:
-            found = self.client.list_topics(topic, timeout=max(0.5, self.remaining)).topics
-        except KafkaException as error:
-            raise Outage(describe(error.args[0])) from error
-        return topic in found and found[topic].error is None
+                return found
 
     # -- ending -------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ _KEPT: Final = (
     *("delivery.report.only.error", "dr_cb", "dr_msg_cb", "on_delivery", "error_cb", "logger", "log_cb", "log.queue"),
     *("partitioner", "partitioner_consistent", "queuing.strategy", "topic.metadata.propagation.max.ms"),
 )
+_IN_FLIGHT: Final = ("max.in.flight.requests.per.connection", "max.in.flight")
 _SECRET: Final = ("password", "secret", "pem", "token", "assertion")
 
 
@@ -94,6 +95,8 @@ def make_settings(
             raise ConfigError(f"Sink {name!r} config: {setting!r} is not taken here; {_OURS[setting]}")
         if setting in _KEPT:
             raise ConfigError(f"Sink {name!r} config: {setting!r} is set by the sink and cannot be changed")
+        if setting in _IN_FLIGHT and not idempotence:
+            raise ConfigError(f"Sink {name!r} config: {setting!r} is 1 without idempotence, to keep the order of keys")
     connection = {
         "bootstrap.servers": ",".join(servers),
         "client.id": "pillarbox",

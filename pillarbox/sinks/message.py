@@ -7,7 +7,7 @@ becomes headers beside its own; where the event has a header of the same name, t
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -21,6 +21,8 @@ from pillarbox.sinks.refused import Refused
 from pillarbox.values import Read, one_of, read_text
 
 PREFIX: Final = "pillarbox-"
+# For a header of the event whose name the destination needs itself.
+HEADER_PREFIX: Final = "header-"
 STRUCTURED: Final = "application/cloudevents+json"
 DEFAULT_SOURCE: Final = "pillarbox"
 FORM_OPTIONS: Final[dict[str, Read]] = {
@@ -99,9 +101,9 @@ class MessageForm:
             ours["content-type"] = content_type
         if not headers:
             return Message(ours, content_type, body)
-        taken = {name.lower() for name in headers} if self._folds_case and headers else headers
+        taken = {name.lower() for name in headers} if self._folds_case else headers
         for name, value in ours.items():
-            headers[name if name not in taken else PREFIX + name] = value
+            headers[name if name not in taken else find_free_name(name, taken, prefix=PREFIX)] = value
         return Message(headers, content_type, body)
 
     def _attributes(self, event: Event) -> dict[str, str]:
@@ -130,13 +132,26 @@ class MessageForm:
             document["data"] = orjson.Fragment(event.payload)
         else:
             document["data_base64"] = b64encode(event.payload).decode("ascii")
-        return orjson.dumps(document)
+        try:
+            return orjson.dumps(document)
+        except TypeError as error:
+            raise Refused(f"Event has no form as a CloudEvent: {error}") from None
+
+
+def find_free_name(name: str, taken: Container[str], *, prefix: str) -> str:
+    """Prefix the name until nothing else has it."""
+    while name in taken:
+        name = prefix + name
+    return name
 
 
 def _make_way(headers: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
     # Without a prefix an attribute is known by its name alone: another header of that name would forge it.
+    if headers.keys().isdisjoint(ours):
+        return headers
+    taken = headers.keys() | ours.keys()
     return {
-        (f"header-{name}" if name in ours else name): value
+        (find_free_name(name, taken, prefix=HEADER_PREFIX) if name in ours else name): value
         for name, value in headers.items()
         if ours.get(name) != value
     }

@@ -45,8 +45,6 @@ _OPTIONS: Final[dict[str, Read]] = {
     "timeout": read_pause,
     **FORM_OPTIONS,
 }
-# Reasons that lie in the message. What else is no success may pass.
-_DEAD: Final = frozenset({0x87, 0x90, 0x95, 0x99})
 _VAIN_TRIES: Final = 3
 _LONGEST_EXPIRY: Final = timedelta(seconds=0xFFFF_FFFE)
 _LONGEST_KEEPALIVE: Final = timedelta(seconds=0xFFFF)
@@ -156,25 +154,25 @@ class MqttSink:
     async def _fly(self, flight: Flight, claims: Sequence[Claim]) -> None:
         """Send until every message has its answer.
 
-        Mosquitto 2.0.11 ends the connection over a message that it refuses, and its answer may be lost with what came
-        after it. So what has no answer goes again at once, one by one until the culprit is found. Meanwhile no other
-        delivery shares the connection: a culprit among its messages would end it for this one as well.
+        Servers may end the connection over a message that they refuse: with DISCONNECT, or as Mosquitto 2.0.11 does,
+        whose answer may be lost with what came after it. So what has no answer goes again at once, one by one until
+        the culprit is found. Meanwhile no other delivery begins: a culprit among its messages would end the connection
+        for this one as well. One that began just before may still share it.
         """
         async with self._alone:  # waits for those that are
             connection = await self._connected()
         error = await self._try(connection, flight, claims)
-        if error is None:
-            return
-        async with self._alone:
-            vain = 0
-            while error is not None:
-                if not connection.was_cut or vain == _VAIN_TRIES:
-                    raise self._unavailable(error) from error
-                is_careful = not connection.was_last_refused
-                before = flight.answered
-                connection = await self._connected()
-                error = await self._try(connection, flight, claims, is_careful=is_careful)
-                vain = 0 if flight.answered > before else vain + 1
+        if error is not None and connection.was_cut:
+            async with self._alone:
+                vain = 0
+                while error is not None and connection.was_cut and vain < _VAIN_TRIES:
+                    is_careful = not connection.was_last_refused
+                    before = flight.answered
+                    connection = await self._connected()
+                    error = await self._try(connection, flight, claims, is_careful=is_careful)
+                    vain = 0 if flight.answered > before else vain + 1
+        if error is not None:
+            raise self._unavailable(error) from error
 
     async def _try(
         self, connection: Connection, flight: Flight, claims: Sequence[Claim], *, is_careful: bool = False
@@ -191,7 +189,7 @@ class MqttSink:
                 connection.drop("a delivery was given up")
 
     async def _send(self, connection: Connection, flight: Flight, claims: Sequence[Claim], *, is_careful: bool) -> None:
-        flight.begin()
+        flight.begin(is_careful=is_careful)
         stopped, outcomes, largest = flight.stopped, flight.outcomes, connection.maximum_packet
         for position, claim in enumerate(claims):
             event = claim.event
@@ -235,7 +233,7 @@ class MqttSink:
         if answer.code < 0x80:
             return DELIVERED
         text = f"The server refused the message: {answer}"
-        return Dead(text) if answer.code in _DEAD else Retry(text)
+        return Dead(text) if answer.code in wire.MESSAGE_FAULTS else Retry(text)
 
     # -- the connection --------------------------------------------------------------------------------------------
 
@@ -272,6 +270,9 @@ class MqttSink:
     def _find_refusal(self, answer: wire.Answer) -> str | None:
         if answer.code >= 0x80:
             return f"the server refused the connection: {answer}"
+        if answer.code:
+            # Servers without MQTT 5 refuse it with the codes of MQTT 3.
+            return f"the server does not speak MQTT 5 (it answered with code {answer.code})"
         if answer.numbers.get(wire.MAXIMUM_QOS, 2) < self._qos:
             return (
                 f"the server takes messages up to QoS {answer.numbers[wire.MAXIMUM_QOS]}, the option qos is {self._qos}"

@@ -29,12 +29,13 @@ class Lost(Exception):
 class Flight:
     """The messages of one delivery: what became of each, and which keys are stopped by a failure."""
 
-    __slots__ = ("_done", "_judge", "_left", "answered", "outcomes", "stopped")
+    __slots__ = ("_done", "_judge", "_left", "answered", "is_careful", "outcomes", "stopped")
 
     def __init__(self, count: int, judge: Callable[[wire.Answer], Outcome]) -> None:
         self.outcomes: list[Outcome] = [RELEASED] * count
         self.stopped: set[str] = set()
         self.answered = 0
+        self.is_careful = False
         self._judge = judge
         self._left = 0
         self._done: asyncio.Future[None] | None = None
@@ -43,9 +44,10 @@ class Flight:
     def is_done(self) -> bool:
         return not self._left
 
-    def begin(self) -> None:
-        """Forget what was under way on a connection that is lost."""
+    def begin(self, *, is_careful: bool) -> None:
+        """Forget what was under way on a connection that is lost; a careful flight sends its messages one by one."""
         self._left = 0
+        self.is_careful = is_careful
 
     async def wait(self, seconds: float) -> None:
         """Return when every message has its answer, when the connection is lost, or after so many seconds."""
@@ -94,7 +96,7 @@ class Connection(asyncio.Protocol):
         self.was_last_refused = False
         """Whether the last answer was a refusal."""
         self.was_cut = False
-        """Whether the connection ended without a word of the server or of ours."""
+        """Whether the server ended the connection without a word, or over a message."""
         self.maximum_packet = wire.LARGEST + 5
         self._window = _MOST
         self._connect = connect
@@ -180,7 +182,8 @@ class Connection(asyncio.Protocol):
         self._send_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.was_cut = self.lost is None
+        if self.lost is None:
+            self.was_cut = True
         self._lose(Lost("the server closed the connection" if exc is None else f"the connection was lost: {exc}"))
         if not self._closed.done():
             self._closed.set_result(None)
@@ -223,7 +226,7 @@ class Connection(asyncio.Protocol):
         elif kind == wire.CONNACK:
             self._accept(wire.decode_answer(body, 1))
         elif kind == wire.DISCONNECT:
-            self.drop(f"the server ended the connection: {wire.decode_answer(body, 0)}")
+            self._end(wire.decode_answer(body, 0))
         else:
             raise wire.Malformed(f"an unexpected packet of kind {kind}")
 
@@ -236,6 +239,17 @@ class Connection(asyncio.Protocol):
         self._keepalive = answer.numbers.get(wire.SERVER_KEEPALIVE, self._keepalive)
         self.accepted.set_result(answer)
         self._plan_beat()
+
+    def _end(self, answer: wire.Answer) -> None:
+        if answer.code in wire.MESSAGE_FAULTS:
+            self.was_cut = True
+            # Right after a refusal the server may mean the message that it refused, not the one sent since.
+            if len(self._sent) == 1 and not self.was_last_refused:
+                ((mid, (flight, _, _)),) = self._sent.items()
+                # Only of a careful flight: its new connection shows that the server does not mean the login.
+                if flight.is_careful:
+                    self._finish(mid, answer)
+        self.drop(f"the server ended the connection: {answer}")
 
     def _finish(self, mid: int, answer: wire.Answer | None) -> None:
         sent = self._sent.pop(mid, None)

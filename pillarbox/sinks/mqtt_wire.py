@@ -68,6 +68,8 @@ REASONS: Final = {
     0x9D: "server moved",
     0x9F: "connection rate exceeded",
 }
+# Reasons that lie in the message. What else is no success may pass.
+MESSAGE_FAULTS: Final = frozenset({0x87, 0x90, 0x95, 0x99})
 
 
 class Malformed(Exception):

@@ -1,27 +1,30 @@
 """NATS JetStream: one window of unacknowledged messages a batch on one connection, which keeps the order.
 
-The event's id is the message's `Nats-Msg-Id`: what is sent again while the stream remembers it is stored once. Only a
-message that has to come again *because* it overtook a refused one of its key gets another id, so that it does.
+The event's id is the message's `Nats-Msg-Id`: what is sent again while the stream remembers it is stored once. What has
+to be stored again gets another id, so that it is: a late event, and one that overtook a refused one of its key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
+from secrets import token_hex
 from typing import Any, Final, Literal
 from uuid import UUID
 
 from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
-from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry
+from pillarbox.event import DELIVERED, LATE_HEADER, RELEASED, Claim, Dead, Event, Outcome, Retry
 from pillarbox.retry import describe_error
 from pillarbox.sinks.message import DEFAULT_SOURCE, MessageForm
 from pillarbox.sinks.nats_connection import Answer, Connection, Forbidden, Lost, Window
-from pillarbox.sinks.nats_message import NatsForm
-from pillarbox.sinks.nats_options import Stream, read_nats_url
+from pillarbox.sinks.nats_message import NatsForm, NatsMessage
+from pillarbox.sinks.nats_options import TIMEOUT, Stream, read_nats_url
 from pillarbox.sinks.order import release_successors
-from pillarbox.sinks.refused import Refused
+from pillarbox.sinks.refused import make_each
 from pillarbox.sinks.templates import Template
 from pillarbox.sinks.url import SinkUrl
 
@@ -34,7 +37,8 @@ except ImportError as error:
 
 # As much may be unacknowledged at once: more would only lie in buffers.
 _WINDOW_BYTES: Final = 1 << 20
-_OVERTAKEN: Final = 10_000
+_REMEMBERED: Final = 10_000
+_ID_SUFFIX: Final = re.compile("[!-~]*")
 
 _TOO_LARGE: Final = 10054
 _SEALED: Final = 10109
@@ -47,7 +51,8 @@ class NatsSink:
 
     `subject` is the template of the subject; a stream must take it. With `stream` one is made when the server has none
     of that name; an existing one is left as it is. `connect` are arguments of `nats.connect`: the sink makes its own
-    connection, because a client that reconnects by itself would send what was already given back.
+    connection, because a client that reconnects by itself would send what was already given back. `id_suffix` ends the
+    message's id: a stream that several sinks send the same event to takes those whose suffixes differ.
     """
 
     is_quick: bool = True
@@ -59,7 +64,8 @@ class NatsSink:
         name: str = "nats:",
         subject: str = "{topic}",
         stream: Stream | None = None,
-        timeout: float = 5,
+        timeout: timedelta = TIMEOUT,
+        id_suffix: str = "",
         domain: str | None = None,
         api_prefix: str | None = None,
         connect: Mapping[str, Any] | None = None,
@@ -68,12 +74,15 @@ class NatsSink:
     ) -> None:
         if domain is not None and api_prefix is not None:
             raise ConfigError(f"Sink {name!r}: expected domain or api_prefix, got both")
+        if not _ID_SUFFIX.fullmatch(id_suffix):
+            raise ConfigError(f"Sink {name!r} id_suffix: expected ASCII characters without blanks, got {id_suffix!r}")
         self.name = name
         self._servers = list(servers)
         self._is_secure = any(server.startswith("tls:") for server in servers)
         self._connect = dict(connect or {})
         self._stream = stream
-        self._timeout = timeout
+        self._timeout = timeout.total_seconds()
+        self._id_suffix = id_suffix
         self._api = api_prefix or (f"$JS.{domain}.API" if domain else "$JS.API")
         self._form = NatsForm(
             Template(subject, what=f"Sink {name!r} subject"),
@@ -82,6 +91,7 @@ class NatsSink:
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
         self._overtaken: dict[UUID, int] = {}
+        self._late: dict[UUID, str] = {}
 
     @classmethod
     def from_url(cls, url: SinkUrl) -> NatsSink:
@@ -95,7 +105,9 @@ class NatsSink:
         await self._ask(connection, lambda jetstream: jetstream.account_info())
 
     async def close(self) -> None:
-        connection, self._connection = self._connection, None
+        # One that is being made would come after this and stay open.
+        async with self._connecting:
+            connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
@@ -121,7 +133,7 @@ class NatsSink:
         if window.answers:
             outage = await self._judge(connection, window, claims, outcomes) or outage
         if outage is None and len(window.stored) == len(claims):
-            self._forget_overtaken(claims)
+            self._forget(claims)
             return outcomes
         ordered = release_successors(claims, outcomes)
         self._note_overtaken(claims, outcomes, ordered, {claims[each].event.key for each in window.answers})
@@ -168,25 +180,23 @@ class NatsSink:
     async def _send(
         self, connection: Connection, window: Window, claims: Sequence[Claim], outcomes: list[Outcome]
     ) -> None:
-        render, put, largest = self._form.render, connection.put, connection.client.max_payload
+        put, largest = connection.put, connection.client.max_payload
+
+        def render(event: Event) -> NatsMessage:
+            return self._form.render(event, suffix=self._find_suffix(event), largest=largest)
+
         stopped: set[str | None] = set()
         sent = 0
-        for position, claim in enumerate(claims):
-            event = claim.event
-            if event.key is not None and event.key in stopped:
-                continue
-            try:
-                message = render(event, suffix=self._find_suffix(event), largest=largest)
-            except Refused as error:
-                outcomes[position] = Dead(str(error))
-                stopped.add(event.key)
+        for position, message in make_each(claims, render, outcomes):
+            key = claims[position].event.key
+            if key is not None and key in stopped:
                 continue
             size = len(message.head) + len(message.body)
             if sent and sent + size > _WINDOW_BYTES:
                 await self._wait(connection, window)
                 stopped.update(claims[each].event.key for each in window.answers)
                 sent = 0
-                if event.key is not None and event.key in stopped:
+                if key is not None and key in stopped:
                     continue
             sent += size
             try:
@@ -195,8 +205,13 @@ class NatsSink:
                 raise self._unavailable(error) from error
 
     def _find_suffix(self, event: Event) -> str:
+        suffix = self._id_suffix
+        if LATE_HEADER in event.headers:
+            # Nothing tells one replay from the next, so it is another one once the last was acknowledged.
+            suffix += self._late.setdefault(event.id, f"-{token_hex(4)}")
+            _trim(self._late)
         again = self._overtaken.get(event.id) if self._overtaken else None
-        return "" if again is None else f"-{again}"
+        return suffix if again is None else f"{suffix}-{again}"
 
     async def _wait(self, connection: Connection, window: Window) -> None:
         limit = asyncio.timeout(self._timeout)
@@ -239,8 +254,7 @@ class NatsSink:
 
     def _judge_answer(self, answer: Answer | Forbidden) -> Outcome:
         if isinstance(answer, Forbidden):
-            text = f"This user may not publish to {answer.subject!r}"
-            return Dead(text) if answer.is_sure else Retry(f"{text}, or to one that differs by case alone")
+            return Dead(f"This user may not publish to {answer.subject!r}")
         try:
             error = dict(json.loads(answer.data)["error"])
         except (ValueError, TypeError, KeyError):
@@ -280,16 +294,16 @@ class NatsSink:
         for claim, was, now in zip(claims, found, ordered, strict=True):
             event = claim.event
             if now is DELIVERED:
-                self._overtaken.pop(event.id, None)
+                self._forget([claim])
             elif was is DELIVERED and event.key in refused:
                 self._overtaken[event.id] = self._overtaken.pop(event.id, 1) + 1
-        while len(self._overtaken) > _OVERTAKEN:
-            del self._overtaken[next(iter(self._overtaken))]
+        _trim(self._overtaken)
 
-    def _forget_overtaken(self, claims: Sequence[Claim]) -> None:
-        if self._overtaken:
+    def _forget(self, claims: Sequence[Claim]) -> None:
+        if self._overtaken or self._late:
             for claim in claims:
                 self._overtaken.pop(claim.event.id, None)
+                self._late.pop(claim.event.id, None)
 
     def _unavailable(self, error: BaseException) -> SinkUnavailable:
         text = str(error) if isinstance(error, Lost) else describe_error(error)
@@ -306,6 +320,11 @@ async def _find_stream(jetstream: JetStreamContext, subject: str) -> str | None:
         if error.code is None:
             return None
         raise
+
+
+def _trim(remembered: dict[UUID, Any]) -> None:
+    while len(remembered) > _REMEMBERED:
+        del remembered[next(iter(remembered))]
 
 
 def _judge_other(answer: Answer) -> Outcome:

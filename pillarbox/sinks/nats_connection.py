@@ -31,7 +31,7 @@ T = TypeVar("T")
 _PUSH: Final = 50
 _STORED: Final = b'{"stream":'
 _UNHEARD: Final = b"NATS/1.0 503"
-_FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
+_FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"', re.IGNORECASE)
 
 
 class Lost(Exception):
@@ -74,15 +74,10 @@ class Answer(NamedTuple):
     is_unheard: bool
 
 
-class Forbidden:
-    """The server's word that this user may not publish to the subject.
+class Forbidden(NamedTuple):
+    """The server's word that this user may not publish to the subject."""
 
-    The client gives the subject in small letters, so that `is_sure` is False where two that wait differ by case alone.
-    """
-
-    def __init__(self, subject: str, *, is_sure: bool) -> None:
-        self.subject = subject
-        self.is_sure = is_sure
+    subject: str
 
 
 class _Client(Client):
@@ -95,6 +90,7 @@ class _Client(Client):
         super().__init__()
         self.on_answer = on_answer
         self.answers_sid = 0
+        self.error_line = ""
 
     async def listen(self, subject: str) -> None:
         """Give what arrives on the subject to `on_answer`."""
@@ -122,6 +118,11 @@ class _Client(Client):
             self.on_answer(subject, data, headers)
         else:
             await super()._process_msg(sid, subject, reply, data, headers)
+
+    async def _process_err(self, err_msg: str) -> None:
+        # It comes in small letters, in which two subjects may look alike; the parser's buffer still begins with it.
+        self.error_line = self._ps.buf.partition(b"\r\n")[0].decode()
+        await super()._process_err(err_msg)
 
     async def _process_op_err(self, e: Exception) -> None:
         # It would write its buffer to the lost connection, fail, and tell nobody.
@@ -261,19 +262,13 @@ class Connection:
         elif subject.startswith(self._api.lower() + "."):
             # The answer to our request would never come.
             await self.drop(Lost(describe_error(error)))
-        else:
-            self._forbid(subject)
+        elif (told := _FORBIDDEN.search(self.client.error_line)) is not None:
+            self._forbid(told[2])
 
     def _forbid(self, subject: str) -> None:
-        suspects = {
-            number: (window, position, sent)
-            for number, (window, position, sent) in self._waiting.items()
-            if sent.lower() == subject
-        }
-        spellings = {sent for _, _, sent in suspects.values()}
-        for number, (window, position, sent) in suspects.items():
-            del self._waiting[number]
-            window.answers[position] = Forbidden(sent, is_sure=len(spellings) == 1)
+        for number in [number for number, entry in self._waiting.items() if entry[2] == subject]:
+            window, position, _ = self._waiting.pop(number)
+            window.answers[position] = Forbidden(subject)
             window.settle_one()
 
     async def _on_close(self) -> None:

@@ -26,6 +26,8 @@ try:
 except ImportError as error:
     raise MissingExtra("NATS", "nats") from error
 
+# Below the time for which a relay may hold its rows.
+TIMEOUT: Final = timedelta(seconds=4)
 _CREDENTIALS: Final = re.compile(
     rb"-BEGIN NATS USER JWT-+\s+(\S+)\s.*-BEGIN USER NKEY SEED-+\s+(SU[A-Z2-7]+)\s", re.DOTALL
 )
@@ -41,6 +43,7 @@ _STREAM_OPTIONS: Final[dict[str, Read]] = {
 }
 _OPTIONS: Final[dict[str, Read]] = {
     "subject": read_text,
+    "id_suffix": read_text,
     "timeout": read_pause,
     "domain": read_text,
     "api_prefix": read_text,
@@ -99,14 +102,15 @@ def read_nats_url(url: SinkUrl) -> dict[str, Any]:
         connect["tls"] = make_tls_context(options, sink=url.name)
     if "inbox_prefix" in options:
         connect["inbox_prefix"] = options["inbox_prefix"]
-    timeout: timedelta = options.get("timeout", timedelta(seconds=5))
+    timeout: timedelta = options.get("timeout", TIMEOUT)
     connect["connect_timeout"] = timeout.total_seconds()
-    chosen: dict[str, Any] = {name: options[name] for name in ("subject", "domain", "api_prefix") if name in options}
+    names = ("subject", "id_suffix", "domain", "api_prefix")
+    chosen: dict[str, Any] = {name: options[name] for name in names if name in options}
     return {
         "servers": [f"{url.scheme}://{_join(host, port)}" for host, port in read_servers(url, port=4222)],
         "name": url.name,
         "stream": _read_stream(url, options),
-        "timeout": timeout.total_seconds(),
+        "timeout": timeout,
         "connect": connect,
         **chosen,
         **form_options(options),

@@ -43,8 +43,10 @@ from pillarbox.sinks.url import SinkUrl
 from pillarbox.values import Read, read_pause, read_switch, read_text
 
 CE_PREFIX: Final = "cloudEvents:"
-TIMEOUT: Final = timedelta(seconds=10)
+# Below the time for which a relay may hold its rows.
+TIMEOUT: Final = timedelta(seconds=4)
 HEARTBEAT: Final = timedelta(seconds=20)
+_TOPIC_REFUSED: Final = "access to topic "
 _OPTIONS: Final[dict[str, Read]] = {
     "exchange": read_text,
     "routing_key": read_text,
@@ -144,15 +146,24 @@ class RabbitmqSink:
 
     async def _deliver(self, claims: Sequence[Claim], outcomes: list[Outcome | None]) -> None:
         waiting = list(range(len(claims)))
-        one_by_one = False
+        size = len(claims)
+        last_suspect = -1
         while waiting:
-            window = waiting[:1] if one_by_one else waiting
+            is_searching = waiting[0] <= last_suspect
+            window = waiting[: 1 if is_searching else size]
             async with self._channels.publisher() as publisher:
                 sent, messages = await self._prepare(publisher, claims, window, outcomes)
                 error = await self._publish(publisher, claims, sent, messages, outcomes)
             if error is not None:
                 unknown = [position for position in sent if outcomes[position] is None]
-                one_by_one = not self._blame(error, claims, unknown, outcomes) or one_by_one
+                if self._blame(error, claims, unknown, outcomes):
+                    last_suspect = -1
+                else:
+                    # One at a time until it is found, then windows that grow again: if they were whole at once, a
+                    # batch with many to blame would be sent once for each of them.
+                    last_suspect, size = unknown[-1], 2
+            elif not is_searching:
+                size *= 2
             waiting = _find_waiting(claims, waiting, outcomes)
 
     async def _prepare(
@@ -213,9 +224,9 @@ class RabbitmqSink:
                     error = ack.exception()
                     outcomes[position] = DELIVERED if error is None else self._judge(claims[position].event, error)
         if limit.expired():
-            if await self._channels.is_blocked():
+            if await publisher.is_blocked():
                 raise Blocked("the server is short of memory or disk and takes no messages")
-            await self._channels.close()
+            self._channels.drop(publisher.connection)
             raise ConnectionLost(f"no confirm within {self._timeout:g} s")
         closed = publisher.error
         if closed is None or isinstance(closed, aiormq.AMQPChannelError):
@@ -239,12 +250,18 @@ class RabbitmqSink:
         unknown: Sequence[int],
         outcomes: list[Outcome | None],
     ) -> bool:
-        """Give an outcome to the messages whose error closed the channel; returns False when they are not known."""
+        """Give an outcome to the messages whose error closed the channel; returns False when they are not known.
+
+        Raises `ConnectionLost` when the error is about the one exchange of all messages.
+        """
         text = describe_error(error)
-        if isinstance(error, aiormq.ChannelNotFoundEntity):
+        is_missing = isinstance(error, aiormq.ChannelNotFoundEntity)
+        if is_missing:
             self._channels.places.clear()
-            if self._places.is_exchange_fixed:
-                raise ConnectionLost(text)
+        is_forbidden = isinstance(error, aiormq.ChannelAccessRefused) and _TOPIC_REFUSED not in text
+        has_one_exchange = self._exchange is None or self._places.is_exchange_fixed
+        if has_one_exchange and (is_missing or is_forbidden):
+            raise ConnectionLost(text)
         guilty = [position for position in unknown if self._is_named(str(error), claims[position].event)]
         if len(unknown) == 1:
             guilty = list(unknown)
@@ -254,7 +271,7 @@ class RabbitmqSink:
 
     def _is_named(self, text: str, event: Event) -> bool:
         exchange, routing_key = self._address(event)
-        if "access to topic " in text and f"topic '{routing_key}'" not in text:
+        if _TOPIC_REFUSED in text and f"topic '{routing_key}'" not in text:
             return False
         return f"exchange '{exchange}'" in text
 

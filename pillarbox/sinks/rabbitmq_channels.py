@@ -54,7 +54,8 @@ class Framed(NamedTuple):
 class Publisher:
     """One channel with confirms, used by one delivery at a time."""
 
-    def __init__(self, channel: aiormq.Channel, encoder: Encoder) -> None:
+    def __init__(self, connection: AbstractConnection, channel: aiormq.Channel, encoder: Encoder) -> None:
+        self.connection = connection
         self.channel = channel
         self.encoder = encoder
         self._is_torn = False
@@ -71,6 +72,9 @@ class Publisher:
             closing.cancel()
             return None
         return asyncio.CancelledError() if closing.cancelled() else closing.exception()
+
+    async def is_blocked(self) -> bool:
+        return await _is_blocked(self.connection)
 
     async def publish(self, messages: Sequence[Framed], acks: list[Ack]) -> None:
         """Send the messages in order and wait until each is confirmed, refused or returned, or the channel is closed.
@@ -129,6 +133,7 @@ class Channels:
         self._connection: AbstractConnection | None = None
         self._connecting = asyncio.Lock()
         self._idle: list[Publisher] = []
+        self._dropped: set[asyncio.Future[None]] = set()
         self.places: set[Place] = set()
 
     @asynccontextmanager
@@ -151,9 +156,11 @@ class Channels:
             yield publisher
         finally:
             if publisher.is_open:
-                self._idle.append(publisher)
+                # While it was lent, its connection may have been dropped and another one made.
+                if connection is self._connection:
+                    self._idle.append(publisher)
             elif not publisher.channel.is_closed:
-                await self.close()
+                self.drop(connection)
 
     async def call(self, rpc: Awaitable[T]) -> T:
         """Await an answer of the server; raises `ConnectionLost` when none comes. A channel's error passes."""
@@ -173,19 +180,29 @@ class Channels:
         except (aiormq.AMQPError, OSError, RuntimeError) as error:
             raise ConnectionLost(describe_error(error)) from error
 
-    async def is_blocked(self) -> bool:
-        return self._connection is not None and await _is_blocked(self._connection)
+    def drop(self, connection: AbstractConnection) -> None:
+        """Use the connection no more and close it meanwhile; nothing happens when it is not the current one."""
+        if connection is not self._connection:
+            return
+        self._connection = None
+        self._idle.clear()
+        # The library says goodbye and waits two seconds for an answer: too long for a relay that holds its rows.
+        closing = asyncio.ensure_future(connection.close())
+        self._dropped.add(closing)
+        closing.add_done_callback(self._dropped.discard)
 
     async def close(self) -> None:
-        connection, self._connection = self._connection, None
-        self._idle.clear()
-        if connection is not None:
+        """Drop the connection, and wait until all that were dropped are closed."""
+        if self._connection is not None:
+            self.drop(self._connection)
+        if self._dropped:
             # A server that does not answer would keep us for as long as several heartbeats.
-            await asyncio.wait((asyncio.ensure_future(connection.close()),), timeout=_GOODBYE)
+            await asyncio.wait(self._dropped, timeout=_GOODBYE)
 
     async def _connected(self) -> AbstractConnection:
         async with self._connecting:
             if self._connection is None or self._connection.is_closed:
+                self._connection = None
                 self._idle.clear()
                 self.places.clear()
                 self._connection = await self.call(self._connect())
@@ -199,7 +216,7 @@ class Channels:
             is_mandatory=self._is_mandatory,
             is_persistent=self._is_persistent,
         )
-        return Publisher(channel, encoder)
+        return Publisher(connection, channel, encoder)
 
 
 def _cut(messages: Sequence[Framed]) -> list[list[Framed]]:

@@ -1,4 +1,4 @@
-"""Redis Streams, or Pub/Sub: one write a batch on one connection, which keeps the order.
+"""Redis Streams, or Pub/Sub: a batch goes on one connection, which keeps the order.
 
 What a lost connection leaves open (the server may have run it without an answer) is sent again.
 """
@@ -15,7 +15,14 @@ from urllib.parse import urlsplit
 from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry
 from pillarbox.retry import describe_error
-from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm, form_options
+from pillarbox.sinks.message import (
+    DEFAULT_SOURCE,
+    FORM_OPTIONS,
+    HEADER_PREFIX,
+    MessageForm,
+    find_free_name,
+    form_options,
+)
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.refused import Refused, make_each
@@ -151,7 +158,8 @@ class RedisSink:
         if not self._is_stream:
             return _pack("PUBLISH", name, body)
         if BODY in headers:
-            headers = {f"header-{field}" if field == BODY else field: value for field, value in headers.items()}
+            free = find_free_name(BODY, headers, prefix=HEADER_PREFIX)
+            headers = {free if field == BODY else field: value for field, value in headers.items()}
         return _pack("XADD", name, *self._arguments, *chain.from_iterable(headers.items()), BODY, body)
 
     def _judge(self, claims: Sequence[Claim], outcomes: list[Outcome], answers: dict[int, Any]) -> list[Outcome]:

@@ -1,4 +1,6 @@
-"""One batch of commands to Redis: one write a server, one answer a command, nothing sent twice.
+"""One batch of commands to Redis: one connection a server, one answer a command, nothing sent twice.
+
+Answers to a large batch are read while it is still being written: those that came count, whatever becomes of the rest.
 
 The pipelines of redis-py lose the answers they had when a connection breaks. Those for a cluster also send again by
 themselves what a node may have run already, and go on in the background when another node fails.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from itertools import islice
+from itertools import chain
 from typing import Any, Final, NamedTuple, cast
 
 from hiredis import pack_command
@@ -19,6 +21,8 @@ from redis.asyncio.cluster import ClusterNode, PipelineCommand
 
 PART: Final = 100
 """How many commands are made and written at a time."""
+WINDOW: Final = 1024 * 1024
+"""How many bytes are written before the answers to those before them are read; most batches are smaller."""
 
 Words = tuple[Any, ...]
 
@@ -38,6 +42,7 @@ class Command(NamedTuple):
 FAILURES: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
 """What a client raises; a time that is over is an `OSError` as well."""
 
+_BROKEN: Final = (exceptions.ConnectionError, exceptions.TimeoutError)
 # MOVED is a kind of ASK there.
 _REDIRECTIONS: Final = (exceptions.AskError, exceptions.TryAgainError)
 
@@ -51,23 +56,24 @@ class ServerLink:
     async def send(self, commands: Iterator[Command], *, deadline: float) -> list[Any]:
         """Return an answer a command, in order: a value, or the error that stands in its place."""
         answers: list[Any] = []
-        first = list(islice(commands, PART))
-        taken = len(first)
-        if not first:
+        part = _take_part(commands)
+        taken = len(part)
+        if not part:
             return answers
         try:
             async with asyncio.timeout_at(deadline), self._connection() as connection:
-                part = first
+                before = size = 0
                 while part:
+                    packed = b"".join(part)
+                    await connection.send_packed_command(packed)
+                    written, size = taken, size + len(packed)
                     # The server works on this part while the next is made.
-                    await connection.send_packed_command(b"".join([command.packed for command in part]))
-                    part = list(islice(commands, PART))
+                    part = _take_part(commands)
                     taken += len(part)
-                for _ in range(taken):
-                    try:
-                        answers.append(await connection.read_response())
-                    except exceptions.ResponseError as error:
-                        answers.append(error)
+                    if size >= WINDOW:
+                        await _read_answers(connection, answers, until=before)
+                        before, size = written, 0
+                await _read_answers(connection, answers, until=taken)
         except FAILURES as error:
             answers += [name_timeout(error)] * (taken - len(answers))
         return answers
@@ -91,8 +97,27 @@ class ServerLink:
             raise answer
 
 
+def _take_part(commands: Iterator[Command]) -> list[bytes]:
+    part: list[bytes] = []
+    size = 0
+    for _, packed in commands:
+        part.append(packed)
+        size += len(packed)
+        if size >= WINDOW or len(part) == PART:
+            break
+    return part
+
+
+async def _read_answers(connection: Any, answers: list[Any], *, until: int) -> None:
+    while len(answers) < until:
+        try:
+            answers.append(await connection.read_response())
+        except exceptions.ResponseError as error:
+            answers.append(error)
+
+
 class ClusterLink:
-    """Commands to the nodes of a cluster, each node's on one connection: the order of a stream is kept."""
+    """Commands to the nodes of a cluster, each node's one window after the other: the order of a stream is kept."""
 
     def __init__(self, client: RedisCluster) -> None:
         self._client = client
@@ -109,7 +134,7 @@ class ClusterLink:
                 parts = self._split(batch)
         except FAILURES as error:
             return [name_timeout(error)] * len(batch)
-        await asyncio.gather(*(_send_part(node, part, deadline) for node, part in parts.items()))
+        await asyncio.gather(*(_send_part(node, _cut(part, batch), deadline) for node, part in parts.items()))
         sent = sorted((command for part in parts.values() for command in part), key=lambda command: command.position)
         answers = [command.result for command in sent]
         try:
@@ -159,12 +184,28 @@ class ClusterLink:
                     answers[position] = error
 
 
-async def _send_part(node: ClusterNode, part: list[PipelineCommand], deadline: float) -> None:
+def _cut(part: list[PipelineCommand], batch: Sequence[Command]) -> list[list[PipelineCommand]]:
+    windows: list[list[PipelineCommand]] = []
+    size = WINDOW
+    for command in part:
+        if size >= WINDOW:
+            windows.append([])
+            size = 0
+        windows[-1].append(command)
+        size += len(batch[command.position].packed)
+    return windows
+
+
+async def _send_part(node: ClusterNode, windows: list[list[PipelineCommand]], deadline: float) -> None:
     try:
         async with asyncio.timeout_at(deadline):
-            await node.execute_pipeline(part)
+            for window in windows:
+                await node.execute_pipeline(window)
+                # The next window would get another connection and overtake what was lost.
+                if any(isinstance(command.result, _BROKEN) for command in window):
+                    break
     except FAILURES as error:
-        for command in part:
+        for command in chain.from_iterable(windows):
             if isinstance(command.result, exceptions.ConnectionError):
                 command.result = name_timeout(error)
 

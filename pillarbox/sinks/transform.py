@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 
-from pillarbox.errors import ConfigError
-from pillarbox.event import DELIVERED, RELEASED, Claim, Event, Outcome, Retry
+from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Event, Outcome, Retry
 from pillarbox.retry import describe_error
 from pillarbox.sinks import Sink
-from pillarbox.sinks.order import deliver_rest, release_successors
+from pillarbox.sinks.limit import LONGEST_CALL
+from pillarbox.sinks.order import release_successors
+
+log = logging.getLogger("pillarbox.relay")
 
 Transform = Callable[[Event], Event | Awaitable[Event | None] | None]
 
@@ -21,17 +26,23 @@ class TransformSink:
 
     The function takes the event and returns one, made with `event.replace(…)` as a rule. None leaves the event out: it
     counts as delivered, and `left_out` counts it. What the function raises is that event's failure, to be retried.
-    Order is kept by the key the event was put with, whatever key it gets.
+
+    Order is kept by the key the event was put with, whatever key it gets: where events of one key get different keys or
+    none, each is sent when the one before it is delivered, in a batch of its own to the sink below. What is not sent
+    after `LONGEST_CALL` is released. With an async function the sink is not quick: rows must not stay locked while it
+    looks something up.
     """
 
     def __init__(self, sink: Sink, transform: Transform) -> None:
         if not callable(transform):
             raise ConfigError(f"Sink {sink.name!r} transform: expected a function of an event, got {transform!r}")
-        self.name, self.is_quick = sink.name, sink.is_quick
+        self.name = sink.name
+        self.is_quick = sink.is_quick and not _is_async(transform)
         self.open, self.check, self.close = sink.open, sink.check, sink.close
         self.left_out = 0
         self._sink = sink
         self._transform = transform
+        self._clock = time.monotonic
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         decided: list[Outcome | None] = []
@@ -44,13 +55,48 @@ class TransformSink:
                 stopped.add(key)
             decided.append(outcome)
             changed.append(claim if event is None else replace(claim, event=event))
-        outcomes = await deliver_rest(self._sink.deliver, changed, decided)
+        outcomes = [RELEASED if outcome is None else outcome for outcome in decided]
+        try:
+            await self._send(claims, changed, outcomes, _split(claims, changed, decided))
+        except SinkUnavailable as outage:
+            outage.outcomes = self._finish(claims, decided, outcomes)
+            raise
+        return self._finish(claims, decided, outcomes)
+
+    async def _send(
+        self, claims: Sequence[Claim], changed: Sequence[Claim], outcomes: list[Outcome], steps: list[list[int]]
+    ) -> None:
+        stopped: set[str] = set()
+
+        def note(sent: Sequence[int], found: Sequence[Outcome]) -> None:
+            for position, outcome in zip(sent, found, strict=True):
+                outcomes[position] = outcome
+                key = claims[position].event.key
+                if key is not None and not isinstance(outcome, Delivered):
+                    stopped.add(key)
+
+        ends_at = self._clock() + LONGEST_CALL.total_seconds()
+        for step in steps:
+            if self._clock() > ends_at:
+                return
+            sent = [position for position in step if claims[position].event.key not in stopped]
+            try:
+                note(sent, await self._sink.deliver([changed[position] for position in sent]) if sent else [])
+            except SinkUnavailable as outage:
+                if outage.outcomes is not None:
+                    note(sent, outage.outcomes)
+                raise
+
+    def _finish(
+        self, claims: Sequence[Claim], decided: Sequence[Outcome | None], outcomes: Sequence[Outcome]
+    ) -> list[Outcome]:
         # By the original keys: the sink below knows only the new ones.
-        outcomes = release_successors(claims, outcomes)
-        self.left_out += sum(
-            decision == outcome == DELIVERED for decision, outcome in zip(decided, outcomes, strict=True)
-        )
-        return outcomes
+        ordered = release_successors(claims, outcomes)
+        left_out = sum(decision == outcome == DELIVERED for decision, outcome in zip(decided, ordered, strict=True))
+        if left_out:
+            log.info("Sink %s: left out %d events, as its transform says.", self.name, left_out)
+        self.left_out += left_out
+        return ordered
 
     async def _call(self, event: Event) -> tuple[Outcome | None, Event | None]:
         try:
@@ -64,6 +110,28 @@ class TransformSink:
         if not isinstance(made, Event):
             return Retry(f"The transform returned {made!r}; expected an Event or None"), None
         return None, made
+
+
+def _split(claims: Sequence[Claim], changed: Sequence[Claim], decided: Sequence[Outcome | None]) -> list[list[int]]:
+    """The positions to send, step by step: what the sink below would not keep in order is in different steps."""
+    steps: list[list[int]] = []
+    last: dict[str, tuple[int, str | None]] = {}
+    for position, (claim, made) in enumerate(zip(claims, changed, strict=True)):
+        if decided[position] is not None:
+            continue
+        key, step = claim.event.key, 0
+        if key is not None:
+            step, before = last.get(key, (-1, None))
+            step += before is None or before != made.event.key
+            last[key] = step, made.event.key
+        if step == len(steps):
+            steps.append([])
+        steps[step].append(position)
+    return steps
+
+
+def _is_async(function: Transform) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def load_function(text: str, *, what: str) -> Transform:

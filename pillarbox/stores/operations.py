@@ -124,7 +124,7 @@ class Operations:
             return self._prune_dead(db, age, batch, dry_run)
         pruned = 0
         for place in self._places.delivered:
-            if place.delivered_at is None or pruned >= batch:
+            if place.delivered_at is None or (pruned >= batch and not dry_run):
                 continue
             table, row, moment = place.table, place.table.c[place.row], place.table.c[place.delivered_at]
             is_old = self._is_meant("replay", place) & _is_before(moment, age)

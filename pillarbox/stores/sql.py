@@ -281,16 +281,17 @@ class SqlStore(ABC):
         if self.layout.order is None:
             return []
         columns = self.tables["outbox"].c
+        sink: sa.BindParameter[str] = sa.bindparam("of_sink", type_=columns[self.layout.order.sink].type)
         # Each of these conditions has an index; that of everything undelivered has none.
         to_claim = [self.layout.ready(columns), *(wait.where(columns) for wait in self.layout.waits)]
-        found = []
-        for sink in await self.sinks():
-            if sink not in besides:
-                of_sink = columns[self.layout.order.sink] == sink
-                any_left = sa.select(sa.or_(*(sa.exists().where(of_sink, each) for each in to_claim)))
-                if await self.run(lambda db, query=any_left: db.execute(query).scalar_one(), writes=False):  # type: ignore[misc]
-                    found.append(sink)
-        return found
+        of_sink = columns[self.layout.order.sink] == sink
+        any_left = sa.select(sa.or_(*(sa.exists().where(of_sink, each) for each in to_claim)))
+        asked = [each for each in await self.sinks() if each not in besides]
+
+        def ask(db: sa.Connection) -> list[str]:
+            return [each for each in asked if db.execute(any_left, {"of_sink": each}).scalar_one()]
+
+        return await self.run(ask, writes=False)
 
     # -- what operators do ------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ A comment on a line of its own before a block says what the page's words say to 
     <!-- prints -->            the block is what the Python block before it prints
     <!-- needs: postgres -->   the block needs this server; its url is in the variable POSTGRES_URL
     <!-- skip: why -->         the block is not run, nor read as settings
+    <!-- exits: 1 -->          its commands fail with this exit code; others must succeed
 
 Python blocks of a page share one namespace. Console blocks show commands after `$` and what they print, where
 `…` stands for any text and a line of it for any lines. Times are not compared. An id must be an id, and the
@@ -39,7 +40,7 @@ DATABASES = ("postgres", "pgbouncer", "mariadb", "mysql")
 DRIVERS = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql"}
 
 _FENCE = re.compile(r"\s*```(.*)")
-_MARKER = re.compile(r"<!-- (file|prints|needs|skip)(?:: (.+))? -->")
+_MARKER = re.compile(r"<!-- (file|prints|needs|skip|exits)(?:: (.+))? -->")
 _ID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _TIME = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|\+00:00)?"
 _WILD = re.compile(rf"({_ID})|({_TIME})|(…)")
@@ -100,15 +101,15 @@ def read_sections(page: Path) -> dict[str, str]:
 # -- following a page --------------------------------------------------------------------------------------
 
 
-def type_command(launcher: Launcher, command: str, *, cwd: Path, env: dict[str, str]) -> str:
-    """Run a command line until it ends; what it prints, on standard output and standard error."""
+def type_command(launcher: Launcher, command: str, *, cwd: Path, env: dict[str, str]) -> tuple[int, str]:
+    """Run a command line until it ends; its exit code and what it prints, on standard output and standard error."""
     program, *args = shlex.split(command)
     if program != "pillarbox" and program != "python":
         raise AssertionError(f"expected pillarbox or python, got {command!r}")
     printed = cwd / ".printed"
     printed.unlink(missing_ok=True)
-    launcher.run(*args, program=program, cwd=cwd, out=printed, err=printed, env=env)
-    return printed.read_text()
+    code = launcher.run(*args, program=program, cwd=cwd, out=printed, err=printed, env=env)
+    return code, printed.read_text()
 
 
 @dataclass
@@ -146,8 +147,10 @@ class Reader:
             self._printed = self._execute(block)
         elif block.language == "console":
             for line, command, expected in split_commands(block):
-                printed = type_command(self.launcher, self._with_ids(command), cwd=self.folder, env=self.urls)
-                self._compare(expected, printed, f"{block.place}+{line}: {command}")
+                place = f"{block.place}+{line}: {command}"
+                code, printed = type_command(self.launcher, self._with_ids(command), cwd=self.folder, env=self.urls)
+                self._compare(expected, printed, place)
+                assert code == int(block.markers.get("exits", "0")), f"{place}\n-- exit code {code}:\n{printed}"
 
     def _execute(self, block: Block) -> str:
         # So many empty lines that a traceback shows the line of the page.

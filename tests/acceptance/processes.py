@@ -277,6 +277,11 @@ def judge(lines: Sequence[dict[str, Any]], writers: Writers) -> None:
     assert not wrong, f"{len(wrong)} keys were delivered out of order, for example {next(iter(wrong.items()))}"
 
 
+def await_progress(path: Path, lines: int = 100) -> None:
+    wanted = count_delivered(path) + lines
+    until(lambda: count_delivered(path) >= wanted, f"{lines} more deliveries")
+
+
 def count_delivered(path: Path) -> int:
     """How many lines there are, without reading what they say."""
     return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -278,6 +278,7 @@ def test_summary_as_json_goes_to_standard_output(table: Table) -> None:
         "dead": 0,
         "released": 0,
         "lost": 0,
+        "dropped": 0,
         "remaining": {
             "new": 0,
             "retrying": 0,
@@ -289,6 +290,48 @@ def test_summary_as_json_goes_to_standard_output(table: Table) -> None:
             "oldest_pending_seconds": done.json["remaining"]["oldest_pending_seconds"],
         },
     }
+
+
+def test_status_asks_the_destinations_and_fails_when_one_is_down(table: Table, tmp_path: Path) -> None:
+    (tmp_path / "pillarbox.toml").write_text(
+        '[sinks.near]\nurl = "null:"\n[sinks.far]\nurl = "redis://127.0.0.1:1"\n[[routes]]\nto = ["near", "far"]\n'
+    )
+    assert table.run("status").code == 0
+    told = table.run("status", "--check")
+    assert told.code == 1
+    assert "near: up" in told.out.splitlines()
+    assert re.search(r"^far: Sink far: .*Connect call failed", told.out, re.MULTILINE)
+    assert table.run("status", "--check", "--json").json["destinations"]["near"] == "up"
+    (tmp_path / "pillarbox.toml").write_text('[sink]\nurl = "null:"\n')
+    assert table.run("status", "--check").code == 0
+
+
+def test_one_process_delivers_from_several_stores_and_counts_what_it_drops(run: Run, tmp_path: Path) -> None:
+    stores = [Table(f"sqlite:///{tmp_path}/{name}.db", tmp_path, run).create() for name in ("shop", "bank")]
+    (tmp_path / "pillarbox.toml").write_text(
+        "".join(
+            f'[stores.{name}]\nurl = "{store.url}"\ntable = "{store.name}"\n'
+            for name, store in zip(("shop", "bank"), stores, strict=True)
+        )
+        + '[sinks.all]\nurl = "file:all.jsonl"\n[sinks.shops]\nurl = "file:shops.jsonl"\n'
+        + '[[routes]]\nstore = "shop"\ntype = "order.*"\nto = ["all", "shops"]\n'
+        + '[[routes]]\nstore = "bank"\ntype = "order.*"\nto = "all"\n[routing]\nunmatched = "drop"\n'
+    )
+    for number, store in enumerate(stores):
+        store.put(made(number), Event("other", {}))
+    done = run("relay", "--drain", "--json")
+    assert done.code == 0
+    assert (done.json["delivered"], done.json["dropped"], done.json["remaining"]["new"]) == (3, 2, 0)
+    assert "3 delivered, 0 to retry, 0 dead, 2 dropped without a route." in done.err
+    everything, shops = (
+        sorted(
+            orjson.loads(line)["payload"]["number"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        )
+        for name in ("all", "shops")
+    )
+    assert (everything, shops) == ([0, 1], [0])
+    for store in stores:
+        store.drop()
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, {"dead": 1}), ("y", 0, {})])

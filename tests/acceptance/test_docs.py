@@ -77,8 +77,9 @@ def test_example_prints_what_its_docstring_shows(script: Path, launcher: Launche
         urls = {}
         if "POSTGRES_URL" in docstring:
             urls["POSTGRES_URL"] = stack.enter_context(own_database("postgres"))
-        printed = type_command(launcher, f"python {script}", cwd=tmp_path, env=urls)
+        code, printed = type_command(launcher, f"python {script}", cwd=tmp_path, env=urls)
     pattern, _ = compile_expected(shown)
+    assert code == 0, f"{script.name} fails:\n{printed}"
     assert re.fullmatch(pattern, normalize(printed)), f"{script.name} prints:\n{printed}"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +21,7 @@ from tests.acceptance.processes import (
     RelayProcess,
     StartRelay,
     Writers,
+    await_progress,
     count_delivered,
     is_delivered,
     judge,
@@ -33,8 +32,8 @@ from tests.acceptance.processes import (
     temporary_database,
     until,
 )
-from tests.servers import server_url
-from tools.servers.postgres import PostgresServer
+from tests.private import private_server
+from tools.servers.server import Server
 
 LEASE = ("--claim", "lease", "--lease", "2s")
 AUTO = ("--claim", "auto", "--lease", "2s")
@@ -66,11 +65,6 @@ def on(*names: str) -> pytest.MarkDecorator:
 
 def steps(count: int, key: str) -> list[Event]:
     return [Event("stepped", {"number": number}, key=key) for number in range(1, count + 1)]
-
-
-def await_progress(file: Path, lines: int = 100) -> None:
-    wanted = count_delivered(file) + lines
-    until(lambda: count_delivered(file) >= wanted, f"{lines} more deliveries")
 
 
 # -- several relays ----------------------------------------------------------------------------------------
@@ -251,38 +245,27 @@ def test_relay_goes_on_when_its_sessions_are_ended(
     assert "Traceback" not in relay.log
 
 
-@pytest.fixture(scope="module")
-def private_server() -> Iterator[PostgresServer]:
-    """A PostgreSQL that this module may stop without disturbing anybody."""
-    server_url("postgres")  # skips where there is none
-    if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
-        missing = "the programs of PostgreSQL are not on this machine"
-        if os.environ.get("PILLARBOX_REQUIRE_SERVICES") == "1":
-            pytest.fail(missing)
-        pytest.skip(missing)
-    with tempfile.TemporaryDirectory(prefix="pillarbox-server-") as folder:
-        Path(folder).chmod(0o755)
-        server = PostgresServer(Path(folder))
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+@pytest.fixture
+def private_postgres(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A PostgreSQL that a test may stop, by a signal of its choice, without disturbing anybody."""
+    server = private_server("postgres")
+    monkeypatch.setattr(server, "stop_signal", server.stop_signal)
+    return server
 
 
 @pytest.fixture
-def private_database(private_server: PostgresServer) -> Iterator[Database]:
-    private_server.start()
-    database = Database(sa.make_url(private_server.url))
+def private_database(private_postgres: Server) -> Iterator[Database]:
+    private_postgres.start()
+    database = Database(sa.make_url(private_postgres.url))
     yield database
-    private_server.start()
+    private_postgres.start()
     with database.engine.begin() as db:
         db.exec_driver_sql("DROP SCHEMA public CASCADE")
         db.exec_driver_sql("CREATE SCHEMA public")
 
 
 def test_relays_go_on_when_their_database_restarts(
-    private_server: PostgresServer, private_database: Database, start_relay: StartRelay, tmp_path: Path
+    private_postgres: Server, private_database: Database, start_relay: StartRelay, tmp_path: Path
 ) -> None:
     file = tmp_path / "delivered.jsonl"
     relays = [start_relay(private_database, "--batch-size", "20", *options) for options in (AUTO, LEASE)]
@@ -290,14 +273,14 @@ def test_relays_go_on_when_their_database_restarts(
     with writers:
         await_progress(file)
     for stop_signal in (signal.SIGINT, signal.SIGQUIT):  # a shutdown that ends sessions, and one like a crash
-        private_server.stop_signal = stop_signal
+        private_postgres.stop_signal = stop_signal
         with locked(file):
             private_database.put(*_more_steps(private_database, writers))
             until(private_database.leased, "a relay in the middle of a batch")
-            private_server.stop()
+            private_postgres.stop()
         for relay in relays:
             relay.wait_for_log("The store is down")
-        private_server.start()
+        private_postgres.start()
         until(lambda: is_delivered(file, writers), "every committed event in the file")
         until(private_database.is_empty, "an empty outbox")
     assert [relay.terminate() for relay in relays] == [0, 0]
@@ -316,22 +299,22 @@ def _more_steps(database: Database, writers: Writers) -> list[Event]:
 
 
 def test_relay_waits_for_a_database_that_is_not_up_yet(
-    private_server: PostgresServer, private_database: Database, start_relay: StartRelay, tmp_path: Path
+    private_postgres: Server, private_database: Database, start_relay: StartRelay, tmp_path: Path
 ) -> None:
     private_database.put(*steps(3, "a"))
-    private_server.stop()
+    private_postgres.stop()
     relay = start_relay(private_database)
     relay.wait_for_log("The store is down, trying again until it is back")
-    private_server.start()
+    private_postgres.start()
     until(private_database.is_empty, "an empty outbox")
     assert [line["payload"]["number"] for line in read_lines(tmp_path / "delivered.jsonl")] == [1, 2, 3]
     assert relay.terminate() == 0
 
 
 def test_relay_that_waits_for_its_database_ends_at_sigterm(
-    private_server: PostgresServer, private_database: Database, start_relay: StartRelay
+    private_postgres: Server, private_database: Database, start_relay: StartRelay
 ) -> None:
-    private_server.stop()
+    private_postgres.stop()
     relay: RelayProcess = start_relay(private_database)
     relay.wait_for_log("The store is down")
     assert relay.terminate(within=10) == 0

@@ -14,6 +14,7 @@ from tests.acceptance.processes import (
     Database,
     RelayProcess,
     Writers,
+    await_progress,
     count_delivered,
     is_delivered,
     judge,
@@ -70,11 +71,6 @@ def start(launcher: Launcher, database: Database, tmp_path: Path) -> Iterator[Ca
     yield start
     for relay in started:
         relay.kill()
-
-
-def await_progress(file: Path) -> None:
-    wanted = count_delivered(file) + 100
-    until(lambda: count_delivered(file) >= wanted, "100 more deliveries")
 
 
 def test_killed_relays_lose_nothing_for_any_sink(

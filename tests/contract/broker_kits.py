@@ -63,6 +63,8 @@ class BrokerKit:
     broker: ClassVar[BrokerName | None] = None
     features: ClassVar[frozenset[str]] = BROKER
     ce_prefix: ClassVar[str] = "ce-"
+    falls_silent: ClassVar[bool] = True
+    """Whether its server can be made to answer nothing, so that a kill surely meets a batch under way."""
     many: ClassVar[int] = 10_000
     """How many events a test sends that looks for rare disorder; fewer where each costs a request."""
     sink: Sink
@@ -97,6 +99,11 @@ class BrokerKit:
     def refused_by_server(self, name: str, key: str | None = None) -> Claim:
         """Make a claim that only the server's answer shows to be bad."""
         raise NotImplementedError
+
+    def fall_silent(self) -> None:
+        """Let the server take what is sent and answer nothing more, until it goes down."""
+        assert self.server is not None
+        self.server.pause()
 
     def go_down(self) -> None:
         """Kill the server."""

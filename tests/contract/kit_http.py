@@ -16,6 +16,7 @@ from tests.contract.http_server import ServerProcess
 class HttpKit(BrokerKit):
     # A login is first heard of with an event: there is nothing else that could be asked for.
     features: ClassVar = BROKER - {"asks for a login"} | {"goes down midway"}
+    falls_silent = False
     many: ClassVar = 3_000
     defaults: ClassVar[dict[str, Any]] = {}
 

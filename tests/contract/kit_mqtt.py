@@ -1,9 +1,15 @@
-"""MQTT topics, read over a plain socket: mosquitto_sub has no exact form for properties and bytes together."""
+"""MQTT topics, read over a plain socket or with mosquitto_sub, and a server that says what a test tells it to."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
 import socket
+import subprocess
 import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -13,6 +19,7 @@ from pillarbox.event import Claim
 from pillarbox.sinks import Sink, open_sink
 from tests.brokers import BrokerName
 from tests.contract.broker_kits import BrokerKit, Received, named_claim
+from tests.servers import miss
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,107 @@ class Subscriber:
         )
 
 
+class Program:
+    """A session of mosquitto_sub: the server collects from the start on, `read` waits for so many messages and ends it.
+
+    It can wait for a number of messages, not for a marker: a test that wants to know that nothing else came needs the
+    `Subscriber`.
+    """
+
+    def __init__(self, url: str, topic: str) -> None:
+        if shutil.which("mosquitto_sub") is None:
+            miss("the program mosquitto_sub is not on this machine: tools/services start mosquitto")
+        parts = urlsplit(url)
+        self._command = ["mosquitto_sub", "-h", str(parts.hostname), "-p", str(parts.port), "-u", str(parts.username)]
+        self._command += ["-P", str(parts.password), "-V", "mqttv5", "-q", "1", "-t", topic]
+        self._command += ["-c", "-i", f"program{uuid4().hex}"]
+        self._run("-x", "600", "-E")  # returns when it is subscribed
+
+    def read(self, count: int) -> list[Published]:
+        # The payload as hexadecimal digits: in the JSON it is a text.
+        lines = self._run("-x", "0", "-C", str(count), "-W", "60", "-F", "%x %j").split("\n")
+        return [self._parse(*line.split(" ", 1)) for line in lines if line]
+
+    def _parse(self, body: str, about: str) -> Published:
+        found = json.loads(about)
+        properties = found["properties"]
+        return Published(
+            topic=found["topic"],
+            body=bytes.fromhex(body),
+            qos=found["qos"],
+            is_retained=bool(found["retain"]),
+            user=properties["user-properties"],
+            content_type=properties["content-type"],
+            expiry=properties.get("message-expiry-interval"),
+        )
+
+    def _run(self, *options: str) -> str:
+        command = [*self._command, *options]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=90).stdout
+
+
+def acknowledge(identifier: bytes, code: int = 0) -> bytes:
+    return b"\x40\x03" + identifier + bytes([code])
+
+
+def disconnect(code: int) -> bytes:
+    return bytes([0xE0, 1, code])
+
+
+@asynccontextmanager
+async def scripted_server(
+    answer: Callable[[str, bytes], bytes | None], *, greeting: bytes = b"\x20\x03\0\0\0"
+) -> AsyncIterator[str]:
+    """A server that says `answer(topic, identifier)` to each message of QoS 1; None or DISCONNECT ends the connection.
+
+    A greeting other than the usual one ends it as well.
+    """
+    served: list[tuple[asyncio.Task[Any] | None, asyncio.StreamWriter]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append((asyncio.current_task(), writer))
+        try:
+            await _read_packet(reader)
+            writer.write(greeting)
+            goes_on = greeting[3] == 0
+            while goes_on:
+                first, body = await _read_packet(reader)
+                if first == 0xE0:
+                    break
+                topic, at = _read_text(body, 0)
+                said = answer(topic, body[at : at + 2])
+                writer.write(said or b"")
+                goes_on = said is not None and not said.startswith(b"\xe0")
+            writer.write_eof()
+            # What is still to come is read: a socket closed before would take back what was said.
+            await reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client is gone
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"mqtt://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for _, writer in served:
+            writer.transport.abort()
+        await asyncio.gather(*(task for task, _ in served if task is not None))
+        await server.wait_closed()
+
+
+async def _read_packet(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    (first,) = await reader.readexactly(1)
+    length = shift = 0
+    while True:
+        (byte,) = await reader.readexactly(1)
+        length |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return first, await reader.readexactly(length)
+
+
 def _text(text: str) -> bytes:
     return len(text).to_bytes(2, "big") + text.encode()
 
@@ -147,6 +255,7 @@ def _read_properties(body: bytes, at: int) -> tuple[dict[str, Any], int]:
 
 class MqttKit(BrokerKit):
     broker: ClassVar[BrokerName] = "mosquitto"
+    falls_silent: ClassVar[bool] = False
     ce_prefix: ClassVar[str] = ""
 
     def prepare(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -97,3 +98,77 @@ class Wire:
             return self._stream.read(int(line) + 2)[:-2] if int(line) >= 0 else None
         assert kind != b"-", line
         return line
+
+
+class CuttingProxy:
+    """Passes everything to the server; once armed, closes after so many lines of its answers."""
+
+    def __init__(self) -> None:
+        self.lines_left: int | None = None
+
+    async def __aenter__(self) -> CuttingProxy:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.close()
+        await self.server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parts = urlsplit(server_url("redis"))
+        from_server, to_server = await asyncio.open_connection(parts.hostname, parts.port)
+        forward = asyncio.create_task(self._copy(reader, to_server))
+        while self.lines_left != 0 and (line := await from_server.readline()):
+            writer.write(line)
+            await writer.drain()
+            if self.lines_left is not None:
+                self.lines_left -= 1
+        forward.cancel()
+        self.lines_left = None
+        for each in (writer, to_server):
+            each.close()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+class StallingServer:
+    """Answers so many entries, reads up to so many, and then nothing more from a connection that stays open."""
+
+    def __init__(self, *, answers: int, reads: int) -> None:
+        self._answers = answers
+        self._reads = reads
+        self._is_over = asyncio.Event()
+
+    async def __aenter__(self) -> StallingServer:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_over.set()
+        self.server.close()
+        await self.server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        entries = 0
+        while entries < self._reads:
+            if (await self._read_command(reader))[0] != b"XADD":
+                writer.write(b"+OK\r\n")
+                continue
+            entries += 1
+            if entries <= self._answers:
+                writer.write(b"$3\r\n1-%d\r\n" % entries)
+        await self._is_over.wait()
+        writer.close()
+
+    async def _read_command(self, reader: asyncio.StreamReader) -> list[bytes]:
+        words = []
+        for _ in range(int((await reader.readline())[1:])):
+            length = int((await reader.readline())[1:])
+            words.append((await reader.readexactly(length + 2))[:-2])
+        return words

@@ -16,6 +16,7 @@ import pymysql
 from pillarbox.event import Claim
 from pillarbox.sinks import Sink, open_sink
 from tests.contract.broker_kits import BROKER, BrokerKit, Received, Surroundings, named_claim
+from tests.contract.stores import until
 from tests.private import private_server
 from tests.servers import ServerName, server_url
 
@@ -59,6 +60,7 @@ SQLITE = (
 
 class SqlKit(BrokerKit):
     features = SQL
+    falls_silent = False
     backend: str
     ddl: tuple[str, ...]
     url: str
@@ -125,7 +127,7 @@ class SqlKit(BrokerKit):
 
     def dispose(self) -> None:
         unchecked = ["SET FOREIGN_KEY_CHECKS = 0"] if self.backend in ("mariadb", "mysql") else []
-        self.execute(*unchecked, *(f"DROP TABLE {each} CASCADE" for (each,) in self.query(self.listing())))
+        self.execute(*unchecked, *(f"DROP TABLE IF EXISTS {each} CASCADE" for (each,) in self.query(self.listing())))
 
     def listing(self) -> str:
         """Find the tables of this test."""
@@ -238,5 +240,4 @@ async def until_waiting(kit: SqlKit) -> None:
         "mariadb": f"SELECT 1 FROM information_schema.processlist WHERE info LIKE 'INSERT%{kit.table}%'",
         "mysql": f"SELECT 1 FROM performance_schema.processlist WHERE info LIKE 'INSERT%{kit.table}%'",
     }[kit.backend]
-    while not await asyncio.to_thread(kit.query, asked):
-        await asyncio.sleep(0.01)
+    await until(lambda: asyncio.to_thread(kit.query, asked))

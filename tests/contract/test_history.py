@@ -281,6 +281,17 @@ async def test_events_that_stayed_are_replayed_and_pruned_like_the_others(bare: 
     assert await states(store) == {"stayed": "ready", "moved": "ready"}
 
 
+async def test_dry_run_counts_all_that_a_prune_takes(bare: Shop) -> None:
+    bare.put(*events("stayed stays"))
+    store = await bare.open()
+    await deliver(store)
+    bare.make_months()
+    bare.put(*events("moved gone"))
+    await deliver(store)
+    assert await store.prune(delivered_age=timedelta(0), batch=1, dry_run=True) == Pruned(delivered=4)
+    assert await store.prune(delivered_age=timedelta(0), batch=1) == Pruned(delivered=4)
+
+
 async def test_replay_takes_the_oldest_wherever_they_are(bare: Shop) -> None:
     bare.put(*events("one three"))
     store = await bare.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import timedelta
 from unittest.mock import patch
 from uuid import uuid4
@@ -11,12 +12,12 @@ from uuid import uuid4
 import pytest
 import sqlalchemy as sa
 
-from pillarbox import Dead, Event, Outbox, Relay, Retry, SinkUnavailable, Unsupported
+from pillarbox import Claim, Dead, Event, Outbox, Outcome, Relay, Retry, SinkUnavailable, StoreUnavailable, Unsupported
 from pillarbox.breaker import Breaker
 from pillarbox.group import RelayGroup, route_relays
 from pillarbox.routing import FanOut, Route, Routes
 from pillarbox.sinks.memory import MemorySink
-from pillarbox.stores import Counts, Filter, Settlement
+from pillarbox.stores import Counts, Effect, Filter, Settlement
 from pillarbox.stores.sql import SqlStore
 from tests.contract.stores import Database
 
@@ -181,8 +182,43 @@ async def test_event_without_a_route_may_be_dropped_and_is_counted(database):
         assert set((await group.drain()).values()) == {Counts()}
         fan_out = group.relays["fan-out"].sink
         assert isinstance(fan_out, FanOut)
-        assert fan_out.dropped == 2
+        assert fan_out.dropped == group.dropped == 2
     assert types(sinks["a"]) == ["order.placed"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "lease"])
+async def test_what_was_dropped_is_counted_once_though_its_settlement_failed_first(database, mode):
+    put(database, Event("user.seen", {}), Event("user.left", {}))
+    routes = Routes([Route(["a"], type=["order.*"])], unmatched="drop")
+    failures = [StoreUnavailable("away for a moment")]
+    effect = FanOut.effect
+
+    def make_flaky(fan_out: FanOut, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> Effect:
+        write = effect(fan_out, claims, outcomes)
+
+        def write_and_fail(db: sa.Connection) -> None:
+            write(db)
+            if failures:
+                raise failures.pop()
+
+        return write_and_fail
+
+    # A batch of one is held from the first, where rows can be held.
+    async with make_group(database, {"a": MemorySink()}, routes, claim=mode, batch_size=1) as group:
+        with patch.object(FanOut, "effect", make_flaky):
+            await group.drain()
+        assert failures == []
+        assert group.dropped == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "pattern"),
+    [(True, "true"), (None, "null"), (3, "3"), (1.5, "1.5")],
+)
+def test_header_that_is_no_text_is_compared_as_json(value, pattern):
+    routes = Routes([Route(["a"], headers={"h": pattern})], unmatched="drop")
+    assert routes.match(Event("t", {}, headers={"h": value})) == ("a",)
+    assert routes.match(Event("t", {}, headers={"h": "other"})) == ()
 
 
 async def test_event_without_a_route_may_go_to_a_default_sink(database):

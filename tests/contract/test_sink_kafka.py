@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,7 +138,9 @@ async def test_more_messages_than_the_client_queues_wait_for_room(url, topic):
 
 async def test_batch_wakes_the_event_loop_once(url, topic, monkeypatch):
     async with opened(url) as sink:
-        await sink.open()
+        await sink.deliver([to(topic, "first")])
+        if sink._running:
+            await asyncio.wait(sink._running)  # until there is a spare producer
         wakings = []
         loop = asyncio.get_running_loop()
         original = loop.call_soon_threadsafe
@@ -207,9 +210,16 @@ async def test_missing_topic_is_dead_and_found_once_it_is_made(url, topic):
         assert await sink.deliver([to(missing, "b")]) == [gone]
         assert missing not in list_topics(url)
         make_topic(url, missing)
-        with pytest.raises(SinkUnavailable, match="is there, but the client does not know it yet"):
-            await sink.deliver([to(missing, "b")])
-        assert await sink.deliver([to(missing, "b")]) == [DELIVERED]
+        outages: list[str] = []
+        # Either of the two producers may have to be told that it is there now.
+        while len(outages) < 3:
+            try:
+                assert await sink.deliver([to(missing, "b")]) == [DELIVERED]
+                break
+            except SinkUnavailable as outage:
+                outages.append(str(outage))
+                assert outages[-1].endswith("is there, but the client does not know it yet")
+        assert len(outages) <= 2
     assert names(url, missing) == ["b"]
 
 
@@ -288,9 +298,11 @@ def test_fatal_error_is_an_outage_whatever_its_code():
 
 
 async def test_nobody_there_is_an_outage_that_says_why():
-    async with opened("kafka://127.0.0.1:1") as sink:
-        for call in (sink.open, sink.check, lambda: sink.deliver([to("a")])):
-            with pytest.raises(SinkUnavailable, match=r"Sink kafka://127.0.0.1:1: .*Connection refused"):
+    text = r"Sink kafka://127.0.0.1:1: no broker can be reached: .*Connection refused"
+    async with opened("kafka://127.0.0.1:1", timeout="1s") as sink:
+        deliver = partial(sink.deliver, [to("a")])
+        for call in (deliver, deliver, deliver, sink.open, deliver, sink.check, deliver, deliver):
+            with pytest.raises(SinkUnavailable, match=text):
                 await call()
 
 
@@ -375,7 +387,7 @@ async def test_close_waits_for_a_delivery_under_way(url, topic):
     await asyncio.sleep(0)
     await sink.close()
     assert await delivery == [DELIVERED] * 200
-    assert sink._idle == []
+    assert not sink._idle
     assert len(names(url, topic)) == 200
 
 
@@ -450,6 +462,7 @@ async def test_options_become_settings_of_the_client(url):
     assert usual["partitioner"] == "murmur2_random"
     assert settings(compression="zstd")["compression.type"] == "zstd"
     assert settings(config={"linger.ms": 20})["linger.ms"] == 20
+    assert settings(config={"max.in.flight": 2})["max.in.flight"] == 2
     assert settings(timeout="1500ms")["message.timeout.ms"] == 1500
     weak = settings(acks="1")
     assert [weak["acks"], weak["enable.idempotence"], weak["max.in.flight.requests.per.connection"]] == ["1", False, 1]
@@ -464,6 +477,11 @@ async def test_options_become_settings_of_the_client(url):
         ({"config": {"delivery.timeout.ms": 1}}, "use the option timeout"),
         ({"config": {"partitioner": "random"}}, "'partitioner' is set by the sink and cannot be changed"),
         ({"config": {"delivery.report.only.error": True}}, "is set by the sink and cannot be changed"),
+        (
+            {"acks": "1", "config": {"max.in.flight.requests.per.connection": 5}},
+            "config: 'max.in.flight.requests.per.connection' is 1 without idempotence, to keep the order of keys",
+        ),
+        ({"idempotence": False, "config": {"max.in.flight": 1}}, "config: 'max.in.flight' is 1 without idempotence"),
         ({"config": {"linger": 1}}, 'the Kafka client refuses its settings: No such configuration property: "linger"'),
         ({"config": {"linger.ms": "soon"}}, "the Kafka client refuses its settings"),
         ({"config": "linger.ms=5"}, "config: expected a table of settings"),

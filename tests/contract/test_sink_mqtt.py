@@ -14,13 +14,13 @@ from uuid import UUID
 import pytest
 
 from pillarbox.errors import ConfigError, SinkUnavailable
-from pillarbox.event import DELIVERED, EVENT_FIELDS, RELEASED, Claim, Dead, Retry, load_event
+from pillarbox.event import DELIVERED, EVENT_FIELDS, RELEASED, Claim, Dead, Event, Retry, load_event
 from pillarbox.sinks import open_sink
 from pillarbox.sinks.mqtt import MqttSink
 from pillarbox.sinks.mqtt_wire import Answer
 from tests.brokers import PrivateBroker
 from tests.contract.broker_kits import make_place, named_claim
-from tests.contract.kit_mqtt import Published, Subscriber
+from tests.contract.kit_mqtt import Program, Published, Subscriber, acknowledge, disconnect, scripted_server
 from tests.servers import certificates, server_url
 from tools.servers.mosquitto import MosquittoServer
 
@@ -96,6 +96,35 @@ def foreign_claim(name: str, **fields: Any) -> Claim:
 
 def names(found: list[Published]) -> list[str]:
     return [each.topic.rpartition("/")[2] for each in found]
+
+
+# -- what others read ----------------------------------------------------------------------------------------
+
+
+async def test_mosquitto_sub_reads_what_was_delivered(place):
+    program = Program(place.url, f"{place.root}/#")
+    events = [
+        Event("order.placed", {"name": 'Zoë ☕ "x"\n'}, id=ID, topic="a", key="kü", headers={"tenant": "Ünï: ☕ = 1"}),
+        Event("order.placed", b"", id=ID, topic="b", content_type="text/plain"),
+        Event("order.placed", b"\x00\xff\n", id=ID, topic="c", content_type="image/x-tiny", headers={"a b": ""}),
+    ]
+    claims = [Claim(row=event.topic, event=event, attempt=1) for event in events]
+    assert await place.sink().deliver(claims) == [DELIVERED] * 3
+    own = {"event-id": "01890a5d-ac96-774b-bcce-b302099a8057", "event-type": "order.placed"}
+
+    def published(name: str, body: bytes, content_type: str, user: dict[str, str]) -> Published:
+        return Published(f"{place.root}/{name}", body, 1, False, {**own, **user}, content_type, None)
+
+    assert await asyncio.to_thread(program.read, 3) == [
+        published(
+            "a",
+            b'{"name":"Zo\xc3\xab \xe2\x98\x95 \\"x\\"\\n"}',
+            "application/json",
+            {"event-key": "kü", "tenant": "Ünï: ☕ = 1"},
+        ),
+        published("b", b"", "text/plain", {}),
+        published("c", b"\x00\xff\n", "image/x-tiny", {"a b": ""}),
+    ]
 
 
 # -- options -------------------------------------------------------------------------------------------------
@@ -328,6 +357,91 @@ async def test_later_events_of_a_key_that_wait_for_their_turn_are_not_sent_after
     assert names(subscriber.read()) == [f"{n}" for n in range(1, 20)]
 
 
+# -- servers that end the connection over a message ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["not authorized (0x87)", "topic name invalid (0x90)", "packet too large (0x95)", "payload format invalid (0x99)"],
+)
+async def test_message_that_the_server_disconnects_over_is_dead(reason):
+    code = int(reason[-5:-1], 16)
+    heard = []
+
+    def answer(topic: str, identifier: bytes) -> bytes:
+        heard.append(topic)
+        return disconnect(code) if topic.startswith("bad") else acknowledge(identifier)
+
+    topics = ["0", "1", "bad1", "3", "4", "5", "bad2"]
+    async with scripted_server(answer) as url:
+        sink = open_sink(url)
+        batch = [named_claim(topic, "k" if topic in ("bad1", "4") else None, topic=topic) for topic in topics]
+        outcomes = await sink.deliver(batch)
+        dead = Dead(f"The server refused the message: {reason}")
+        assert outcomes == [DELIVERED, DELIVERED, dead, DELIVERED, RELEASED, DELIVERED, dead]
+        assert await sink.deliver([named_claim("next", topic="next")]) == [DELIVERED]
+        await sink.close()
+    # Once among others and once alone; the neighbours arrive once.
+    assert heard == ["0", "1", "bad1", "bad1", "3", "5", "bad2", "bad2", "next"]
+
+
+@pytest.mark.parametrize("code", [0x00, 0x81, 0x8B, 0x97])
+async def test_disconnect_for_another_reason_is_an_outage(code):
+    heard = []
+
+    def answer(topic: str, identifier: bytes) -> bytes:
+        heard.append(topic)
+        return disconnect(code) if topic == "b" else acknowledge(identifier)
+
+    async with scripted_server(answer) as url:
+        sink = open_sink(url)
+        with pytest.raises(SinkUnavailable, match=rf"the server ended the connection: .* \(0x{code:02x}\)") as outage:
+            await sink.deliver([named_claim(topic, topic=topic) for topic in "abc"])
+        await sink.close()
+    assert outage.value.outcomes == [DELIVERED, RELEASED, RELEASED]
+    assert heard == ["a", "b"]
+
+
+async def test_disconnect_after_a_refusal_does_not_blame_the_next_message():
+    heard = []
+
+    def answer(topic: str, identifier: bytes) -> bytes | None:
+        heard.append(topic)
+        script = [None, acknowledge(identifier, 0x87), disconnect(0x87), acknowledge(identifier)]
+        return script[len(heard) - 1]
+
+    async with scripted_server(answer) as url:
+        sink = open_sink(url)
+        assert await sink.deliver([named_claim(name, topic=name) for name in "ab"]) == [Dead(FORBIDDEN), DELIVERED]
+        await sink.close()
+    assert heard == ["a", "a", "b", "b"]
+
+
+async def test_disconnect_does_not_blame_a_message_that_shares_the_connection():
+    heard = []
+
+    def answer(topic: str, identifier: bytes) -> bytes | None:
+        heard.append(topic)
+        if heard == ["good"]:
+            return None
+        if heard == ["good", "bad"]:
+            return b""  # the good one is under way as well when this is answered
+        return disconnect(0x99) if topic == "bad" or len(heard) == 3 else acknowledge(identifier)
+
+    async with scripted_server(answer) as url:
+        sink: Any = open_sink(url)
+        await sink.open()
+        good = asyncio.create_task(sink.deliver([named_claim("a", topic="good")]))
+        await asyncio.sleep(0)
+        async with sink._alone:
+            bad = asyncio.create_task(sink.deliver([named_claim("b", topic="bad")]))
+            await asyncio.wait_for(sink._connection._closed, 30)
+        assert await good == [DELIVERED]
+        assert await bad == [Dead("The server refused the message: payload format invalid (0x99)")]
+        await sink.close()
+    assert heard == ["good", "bad", "good", "good", "bad"]
+
+
 # -- connections ---------------------------------------------------------------------------------------------
 
 
@@ -434,6 +548,28 @@ async def test_server_that_speaks_something_else_is_unavailable():
         await sink.open()
     server.close()
     await server.wait_closed()
+
+
+async def test_server_without_mqtt_5_is_unavailable():
+    # Refused, as MQTT 3.1.1 does it: unacceptable protocol version.
+    async with scripted_server(lambda *_: None, greeting=b"\x20\x02\x00\x01") as url:
+        sink = open_sink(url)
+        for attempt in (sink.open, sink.check, lambda: sink.deliver([named_claim("a")])):
+            with pytest.raises(SinkUnavailable, match=r"does not speak MQTT 5 \(it answered with code 1\)"):
+                await attempt()
+        await sink.close()
+
+
+async def test_delivery_that_is_going_to_fail_does_not_wait_for_another():
+    async with scripted_server(lambda *_: disconnect(0x8B)) as url:
+        sink: Any = open_sink(url)
+        await sink.open()
+        delivery = asyncio.create_task(sink.deliver([named_claim("a")]))
+        await asyncio.sleep(0)
+        async with sink._alone:  # as a delivery that sends one by one
+            with pytest.raises(SinkUnavailable, match=r"server shutting down \(0x8b\)"):
+                await asyncio.wait_for(delivery, 30)
+        await sink.close()
 
 
 async def test_setting_that_the_server_does_not_offer_is_said():

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,17 @@ async def test_other_servers_of_the_url_are_tried(url, place, make_sink):
         await sink.open()
         assert await sink.deliver([named_claim("a")]) == [DELIVERED]
         await sink.close()
+
+
+async def test_close_while_connecting_leaves_no_connection(url, make_sink):
+    sink = make_sink(url)
+    opening = asyncio.create_task(sink.open())
+    await asyncio.sleep(0)
+    await sink.close()
+    with pytest.raises(SinkUnavailable, match="closed"):
+        await opening
+    assert sink._connection is None
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_refused_connection_says_why(make_sink):
@@ -390,7 +402,7 @@ async def test_stream_that_cannot_be_made_says_why(url, place, make_sink):
 async def test_sink_takes_the_arguments_of_the_client(url, place):
     server = url.replace("pillarbox:pillarbox@", "")
     given = {"user": lambda: "pillarbox", "password": lambda: "pillarbox", "name": "shop"}
-    sink = NatsSink([server], subject=f"{place}.x", connect=given, timeout=3)
+    sink = NatsSink([server], subject=f"{place}.x", connect=given, timeout=timedelta(seconds=3))
     assert await sink.deliver([named_claim("a")]) == [DELIVERED]
     await sink.close()
     assert sink.name == "nats:"
@@ -398,7 +410,8 @@ async def test_sink_takes_the_arguments_of_the_client(url, place):
 
 
 async def test_timeout_is_read_from_the_options(url, make_sink):
-    assert make_sink(url)._timeout == 5
+    # Less than the relay holds its rows for.
+    assert make_sink(url)._timeout == NatsSink([url])._timeout == 4
     assert make_sink(f"{url}?timeout=250ms")._timeout == 0.25
 
 
@@ -409,6 +422,8 @@ async def test_timeout_is_read_from_the_options(url, make_sink):
         ("nats://a/stream", {}, "expected nothing after the servers, got 'stream'"),
         ("nats://a", {"subject": "{tpoic}"}, "Did you mean 'topic'"),
         ("nats://a", {"timeout": "0s"}, "timeout: expected a duration above zero"),
+        ("nats://a", {"id_suffix": "a\r\nNats-Rollup: all"}, "id_suffix: expected ASCII characters without blanks"),
+        ("nats://a", {"id_suffix": 5}, "id_suffix: expected text, got 5"),
         ("nats://a", {"tls_ca": "x"}, "unknown option 'tls_ca'"),
         ("tls://a", {"tls_ca": "no-such-file"}, "there is no file 'no-such-file'"),
         ("nats://a", {"domain": "x", "api_prefix": "y"}, "expected domain or api_prefix, got both"),

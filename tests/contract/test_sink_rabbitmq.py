@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pillarbox import Event
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import DELIVERED, EVENT_FIELDS, RELEASED, Claim, Dead, Retry, load_event
+from pillarbox.relay import HOLD_TIMEOUT
 from pillarbox.sinks import Sink, open_sink
 from pillarbox.sinks.rabbitmq import RabbitmqSink
+from pillarbox.sinks.rabbitmq_channels import Ack, Channels, Connect, Framed, Publisher
 from tests.contract.broker_kits import make_place, named_claim
 from tests.contract.kit_rabbitmq import connect, read_all
 from tests.servers import certificates, server_url
@@ -91,10 +94,34 @@ async def make_sink(url: str):
         await sink.close()
 
 
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many messages were sent at once, each time."""
+    sizes: list[int] = []
+    publish = Publisher.publish
+
+    async def count(publisher: Publisher, messages: Sequence[Framed], acks: list[Ack]) -> None:
+        sizes.append(len(messages))
+        await publish(publisher, messages, acks)
+
+    monkeypatch.setattr(Publisher, "publish", count)
+    return sizes
+
+
 def claim_of(event: Event, **fields: Any) -> Claim:
     """A claim as another system's row may give it."""
     values = {name: getattr(event, name) for name in EVENT_FIELDS}
     return Claim(row=1, event=load_event(*{**values, **fields}.values()), attempt=1)
+
+
+def remember(made: list[aiormq.abc.AbstractConnection], url: str) -> Connect:
+    """Connects to the server, and keeps each connection in `made`."""
+
+    async def connect_mine() -> aiormq.abc.AbstractConnection:
+        made.append(await aiormq.connect(url))
+        return made[-1]
+
+    return connect_mine
 
 
 # -- what is sent ----------------------------------------------------------------------------------------------------
@@ -298,6 +325,31 @@ async def test_error_that_names_nobody_is_traced_to_its_message(places, make_sin
     assert list(dict.fromkeys(places.names(queue))) == names
 
 
+async def test_rest_of_a_batch_goes_in_windows_again_once_its_bad_messages_are_found(places, make_sink, windows):
+    queue = places.queue()
+    batch = [named_claim(f"{number}", topic=queue) for number in range(40)]
+    for position in (0, 20):
+        batch[position] = named_claim("bad", topic=queue, headers={"CC": "text"})
+    outcomes = await make_sink().deliver(batch)
+    assert [position for position, outcome in enumerate(outcomes) if isinstance(outcome, Dead)] == [0, 20]
+    assert outcomes.count(DELIVERED) == 38
+    # All, the first alone, 2 + 4 + 8, 16 with the other one, up to 6 alone, and 2 + 4 + 8 + 5.
+    assert windows[:6] == [40, 1, 2, 4, 8, 16]
+    assert windows[-4:] == [2, 4, 8, 5]
+    assert len(windows) <= 16
+    names = places.names(queue)
+    assert list(dict.fromkeys(names)) == [f"{number}" for number in range(40) if number not in (0, 20)]
+    assert max(names.count(name) for name in names) <= 2
+
+
+async def test_batch_of_bad_messages_is_not_sent_whole_for_each(places, make_sink, windows):
+    queue = places.queue()
+    batch = [named_claim("bad", topic=queue, headers={"CC": "text"}) for _ in range(16)]
+    assert all(isinstance(outcome, Dead) for outcome in await make_sink().deliver(batch))
+    assert windows == [16, *[1, 2] * 14, 1, 1]
+    assert places.names(queue) == []
+
+
 # -- creation --------------------------------------------------------------------------------------------------------
 
 
@@ -350,12 +402,7 @@ async def test_created_queue_that_was_deleted_is_created_again(places, make_sink
 async def test_new_connection_looks_for_its_queues_again(url, places):
     queue = places.queue(is_made=False)
     made: list[aiormq.abc.AbstractConnection] = []
-
-    async def connect_mine() -> aiormq.abc.AbstractConnection:
-        made.append(await aiormq.connect(url))
-        return made[-1]
-
-    sink = RabbitmqSink(connect_mine, routing_key=queue, create=True, queue_type="classic")
+    sink = RabbitmqSink(remember(made, url), routing_key=queue, create=True, queue_type="classic")
     assert await sink.deliver([named_claim("a")]) == [DELIVERED]
     places.channel.queue_delete(queue)
     await made[0].close()
@@ -409,12 +456,7 @@ async def test_servers_are_tried_in_turn(url, places, make_sink):
 async def test_sink_made_in_python_uses_the_callers_connections(url, places):
     queue = places.queue()
     made: list[aiormq.abc.AbstractConnection] = []
-
-    async def connect_mine() -> aiormq.abc.AbstractConnection:
-        made.append(await aiormq.connect(url))
-        return made[-1]
-
-    sink = RabbitmqSink(connect_mine, routing_key=queue, timeout=timedelta(seconds=30))
+    sink = RabbitmqSink(remember(made, url), routing_key=queue, timeout=timedelta(seconds=30))
     assert sink.name == "amqp:"
     assert await sink.deliver([named_claim("a")]) == [DELIVERED]
     await made[0].close()
@@ -422,6 +464,74 @@ async def test_sink_made_in_python_uses_the_callers_connections(url, places):
     await sink.close()
     assert [connection.is_closed for connection in made] == [True, True]
     assert places.names(queue) == ["a", "b"]
+
+
+async def test_channel_of_a_dropped_connection_is_not_lent_again(url, monkeypatch):
+    made: list[aiormq.abc.AbstractConnection] = []
+    channels = Channels(remember(made, url), timeout=30, is_mandatory=True, is_persistent=True)
+    is_answering = asyncio.Event()
+    async with channels.publisher() as old:
+        close = old.connection.close
+
+        async def close_when_answered() -> None:
+            await is_answering.wait()
+            await close()
+
+        monkeypatch.setattr(old.connection, "close", close_when_answered)
+        channels.drop(old.connection)
+        async with channels.publisher() as new:
+            assert [old.connection, new.connection] == made
+        assert old.is_open
+    async with channels.publisher() as again, channels.publisher() as other:
+        assert again is new
+        assert other.connection is made[1]
+    is_answering.set()
+    await channels.close()
+    assert [connection.is_closed for connection in made] == [True, True]
+
+
+async def test_connection_dropped_late_leaves_the_one_that_took_its_place(url):
+    made: list[aiormq.abc.AbstractConnection] = []
+    channels = Channels(remember(made, url), timeout=30, is_mandatory=True, is_persistent=True)
+    async with channels.publisher() as old:
+        channels.drop(old.connection)
+    async with channels.publisher() as new:
+        channels.drop(old.connection)
+    async with channels.publisher() as again:
+        assert again is new
+    assert len(made) == 2
+    await channels.close()
+
+
+async def test_late_timeout_of_a_lost_connection_leaves_the_one_that_took_its_place(url, places, monkeypatch):
+    queue = places.queue()
+    made: list[aiormq.abc.AbstractConnection] = []
+    is_stuck = asyncio.Event()
+    publish = Publisher.publish
+
+    async def hang(*_: object) -> None:
+        is_stuck.set()
+        await asyncio.Event().wait()
+
+    sink = RabbitmqSink(remember(made, url), routing_key=queue, timeout=timedelta(seconds=1))
+    monkeypatch.setattr(Publisher, "publish", hang)
+    late = asyncio.create_task(sink.deliver([named_claim("late")]))
+    await is_stuck.wait()
+    monkeypatch.setattr(Publisher, "publish", publish)
+    await made[0].close()
+    assert await sink.deliver([named_claim("a")]) == [DELIVERED]
+    assert not late.done()
+    with pytest.raises(SinkUnavailable, match="no confirm within 1 s"):
+        await late
+    assert not made[1].is_closed
+    assert await sink.deliver([named_claim("b")]) == [DELIVERED]
+    await sink.close()
+    assert len(made) == 2
+    assert places.names(queue) == ["a", "b"]
+
+
+def test_default_timeout_ends_before_a_relay_that_holds_its_rows_gives_up():
+    assert inspect.signature(RabbitmqSink).parameters["timeout"].default < HOLD_TIMEOUT
 
 
 async def test_cancelled_delivery_leaves_a_sink_that_works(places, make_sink):

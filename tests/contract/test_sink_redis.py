@@ -9,21 +9,23 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from pillarbox.errors import ConfigError, SinkUnavailable
-from pillarbox.event import DELIVERED, EVENT_FIELDS, RELEASED, Claim, Dead, load_event
+from pillarbox.event import DELIVERED, EVENT_FIELDS, RELEASED, Claim, Dead, Event, load_event
 from pillarbox.sinks import Sink, open_sink
 from pillarbox.sinks.redis import RedisSink
 from tests.brokers import PrivateBroker
 from tests.contract.broker_kits import make_place, named_claim
-from tests.contract.kit_redis import Wire
+from tests.contract.kit_redis import CuttingProxy, StallingServer, Wire
 from tests.servers import certificates, server_url
 from tools.servers.redis import RedisServer
 
@@ -153,6 +155,60 @@ async def test_header_named_payload_keeps_its_value_under_another_name(make, wir
     await make(stream=place).deliver([named_claim("a", headers={"payload": "mine"})])
     (fields,) = read_entries(wire, place)
     assert (fields["header-payload"], fields["payload"]) == (b"mine", body("a"))
+
+
+async def test_header_named_payload_takes_no_other_headers_name(make, wire, place):
+    await make(stream=place).deliver([named_claim("a", headers={"payload": "mine", "header-payload": "other"})])
+    (fields,) = read_entries(wire, place)
+    assert {name: value for name, value in fields.items() if "payload" in name} == {
+        "payload": body("a"),
+        "header-payload": b"other",
+        "header-header-payload": b"mine",
+    }
+
+
+async def test_consumer_group_of_another_client_reads_every_byte(make, place):
+    sent = [
+        Event("text", "Grüße, 世界 🎈".encode(), content_type="text/plain", id=UUID(int=1)),
+        Event("empty", b"", content_type="text/plain", id=UUID(int=2)),
+        Event("binary", bytes(range(256)) + b"\r\n$3\r\n", content_type="image/png", id=UUID(int=3)),
+        Event("json", {"n": 1}, id=UUID(int=4), key="ключ", headers={"tenant": "Zoë", "Größe": ""}),
+    ]
+    claims = [Claim(row=number, event=event, attempt=1) for number, event in enumerate(sent)]
+    assert await make(stream=place).deliver(claims) == [DELIVERED] * 4
+    with BlockingRedis.from_url(server_url("redis"), protocol=2) as client:
+        client.xgroup_create(place, "readers", id="0")
+        ((stream, entries),) = client.xreadgroup("readers", "one", {place: ">"})
+    assert stream == place.encode()
+    assert [fields for _, fields in entries] == [
+        {
+            b"event-id": b"00000000-0000-0000-0000-000000000001",
+            b"event-type": b"text",
+            b"content-type": b"text/plain",
+            b"payload": b"Gr\xc3\xbc\xc3\x9fe, \xe4\xb8\x96\xe7\x95\x8c \xf0\x9f\x8e\x88",
+        },
+        {
+            b"event-id": b"00000000-0000-0000-0000-000000000002",
+            b"event-type": b"empty",
+            b"content-type": b"text/plain",
+            b"payload": b"",
+        },
+        {
+            b"event-id": b"00000000-0000-0000-0000-000000000003",
+            b"event-type": b"binary",
+            b"content-type": b"image/png",
+            b"payload": bytes(range(256)) + b"\r\n$3\r\n",
+        },
+        {
+            b"event-id": b"00000000-0000-0000-0000-000000000004",
+            b"event-type": b"json",
+            b"event-key": b"\xd0\xba\xd0\xbb\xd1\x8e\xd1\x87",
+            b"content-type": b"application/json",
+            b"tenant": b"Zo\xc3\xab",
+            b"Gr\xc3\xb6\xc3\x9fe": b"",
+            b"payload": b'{"n":1}',
+        },
+    ]
 
 
 async def test_text_that_has_no_utf8_is_dead_and_its_neighbours_arrive(make, wire, place):
@@ -519,42 +575,6 @@ async def test_batch_cancelled_before_it_was_sent_never_arrives(make, wire, plac
     assert payloads(wire, place) == [body("b")]
 
 
-class CuttingProxy:
-    """Passes everything to the server; once armed, closes after so many lines of its answers."""
-
-    def __init__(self) -> None:
-        self.lines_left: int | None = None
-
-    async def __aenter__(self) -> CuttingProxy:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self.server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.server.close()
-        await self.server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        parts = urlsplit(server_url("redis"))
-        from_server, to_server = await asyncio.open_connection(parts.hostname, parts.port)
-        forward = asyncio.create_task(self._copy(reader, to_server))
-        while self.lines_left != 0 and (line := await from_server.readline()):
-            writer.write(line)
-            await writer.drain()
-            if self.lines_left is not None:
-                self.lines_left -= 1
-        forward.cancel()
-        self.lines_left = None
-        for each in (writer, to_server):
-            each.close()
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-
 async def test_answers_that_came_before_the_connection_broke_count(make, wire, place):
     async with CuttingProxy() as proxy:
         url = f"redis://pillarbox:pillarbox@127.0.0.1:{proxy.port}"
@@ -567,3 +587,16 @@ async def test_answers_that_came_before_the_connection_broke_count(make, wire, p
         assert await sink.deliver(claims[2:]) == [DELIVERED, DELIVERED]
         await sink.close()
     assert payloads(wire, place) == [body(name) for name in "abcdcd"]
+
+
+async def test_answers_that_came_before_the_time_was_over_count():
+    # More than the buffers on the way take: the batch cannot be written to its end.
+    event = named_claim("a").event.replace(payload=bytes(1024 * 1024))
+    claims = [Claim(row=number, event=event, attempt=1) for number in range(40)]
+    async with StallingServer(answers=3, reads=4) as server:
+        client = Redis(host="127.0.0.1", port=server.port, protocol=2, socket_timeout=None)
+        sink = RedisSink(client, timeout=timedelta(seconds=1))
+        error = await outage(sink, *claims)
+        await client.aclose()
+    assert "TimeoutError: No answer in time" in str(error)
+    assert error.outcomes == [DELIVERED] * 3 + [RELEASED] * 37

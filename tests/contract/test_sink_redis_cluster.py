@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from redis.asyncio import RedisCluster
+from redis.asyncio.cluster import ClusterNode, PipelineCommand
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pillarbox.errors import SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Dead
@@ -86,6 +89,35 @@ async def test_pubsub_reaches_listeners_at_every_node(place):
         assert await sink.deliver([named_claim("a"), named_claim("b")]) == [DELIVERED, DELIVERED]
         await sink.close()
         assert [json.loads(listener.read()[2])["name"] for _ in range(2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("how", ["hangs", "breaks"])
+async def test_answers_of_a_node_count_when_the_rest_of_a_large_batch_fails(monkeypatch, place, how):
+    url = server_url("redis_cluster")
+    sink = open_sink(url, stream=place, cluster=True, timeout="1s")
+    calls: list[int] = []
+    execute = ClusterNode.execute_pipeline
+
+    async def execute_once(node: ClusterNode, commands: list[PipelineCommand]) -> bool:
+        calls.append(len(commands))
+        if len(calls) == 1:
+            return await execute(node, commands)
+        if how == "hangs":
+            await asyncio.Event().wait()
+        # So does the client when the connection is lost between two answers.
+        for command in commands:
+            command.result = RedisConnectionError("Connection closed by server.")
+        return True
+
+    monkeypatch.setattr(ClusterNode, "execute_pipeline", execute_once)
+    claims = [named_claim(str(number), "k", headers={"x": "x" * 600_000}) for number in range(6)]
+    text = {"hangs": "No answer in time", "breaks": "Connection closed by server"}[how]
+    with pytest.raises(SinkUnavailable, match=text) as partly:
+        await sink.deliver(claims)
+    await sink.close()
+    assert calls == [2, 2]
+    assert partly.value.outcomes == [DELIVERED] * 2 + [RELEASED] * 4
+    assert names(url, place) == ["0", "1"]
 
 
 # -- a cluster of our own --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pillarbox.sinks import open_sink
 from pillarbox.sinks.sql import SqlSink
 from tests.contract.broker_kits import named_claim
 from tests.contract.sinks import sink_kit
-from tests.contract.test_sink_sql import claim_of, count_statements, every_database, make_log, on
+from tests.contract.test_sink_sql import claim_of, count_statements, every_database, make_log, on, own_engine
 from tests.private import private_server
 from tests.servers import server_url
 
@@ -101,6 +101,69 @@ async def test_value_that_does_not_fit_its_column_is_dead(kit, bad):
     assert [outcomes[0], outcomes[2]] == [DELIVERED, DELIVERED]
 
 
+@on("postgres")
+@pytest.mark.parametrize("bad", [{"id": 3_000_000_000}, {"id": "7"}, {"note": 7}], ids=["range", "number", "text"])
+async def test_value_that_asyncpg_does_not_send_is_dead(kit, bad):
+    make_orders(kit)
+    sql = f"INSERT INTO {kit.table}_orders (id, total, note) VALUES (:payload__id, 1, :payload__note)"
+    engine = own_engine(kit, "asyncpg")
+    sink = SqlSink(engine, statements={"*": sql}, consumer="x", dedup_table=f"{kit.table}_received")
+    outcomes = await sink.deliver(
+        [claim_of({**GOOD, "id": 10}), claim_of({**GOOD, **bad}), claim_of({**GOOD, "id": 11})]
+    )
+    await engine.dispose()
+    assert isinstance(outcomes[1], Dead)
+    assert outcomes[1].error.startswith("invalid input for query argument")
+    assert [outcomes[0], outcomes[2]] == [DELIVERED, DELIVERED]
+
+
+PARTITIONED = {
+    "postgres": ("PARTITION BY RANGE (n)", "CREATE TABLE {0}_p1 PARTITION OF {0}_p FOR VALUES FROM (1) TO (10)"),
+    "mariadb": ("PARTITION BY RANGE (n) (PARTITION p1 VALUES LESS THAN (10))",),
+    "mysql": ("PARTITION BY RANGE (n) (PARTITION p1 VALUES LESS THAN (10))",),
+}
+MORE = {
+    "postgres": "CREATE TABLE {0}_p2 PARTITION OF {0}_p FOR VALUES FROM (10) TO (20)",
+    "mariadb": "ALTER TABLE {0}_p ADD PARTITION (PARTITION p2 VALUES LESS THAN (20))",
+    "mysql": "ALTER TABLE {0}_p ADD PARTITION (PARTITION p2 VALUES LESS THAN (20))",
+}
+
+
+@on("postgres", "mariadb", "mysql")
+@pytest.mark.parametrize("has_statements", [False, True], ids=["rows", "statements"])
+async def test_row_without_a_partition_stops_the_sink_until_there_is_one(kit, has_statements):
+    clause, *more = PARTITIONED[kit.backend]
+    kit.execute(f"CREATE TABLE {kit.table}_p (n int) {clause}", *(each.format(kit.table) for each in more))
+    what: dict[str, Any] = {"table": f"{kit.table}_p", "columns": {"schema_version": "n"}}
+    if has_statements:
+        what = {"consumer": "x", "statements": {"*": f"INSERT INTO {kit.table}_p VALUES (:schema_version)"}}
+    sink = kit.make_sink(**what)
+    batch = [claim_of(schema_version="5"), claim_of(schema_version="15")]
+    with pytest.raises(SinkUnavailable, match="partition") as outage:
+        await sink.deliver(batch)
+    assert outage.value.outcomes == [RELEASED, RELEASED]
+    kit.execute(MORE[kit.backend].format(kit.table))
+    assert await sink.deliver(batch) == [DELIVERED, DELIVERED]
+    await sink.close()
+
+
+@on("postgres")
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_check_that_a_trigger_makes_fails_its_event_alone(kit, driver):
+    log = make_log(kit)
+    kit.execute(
+        f"CREATE FUNCTION {kit.table}_f() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF NEW.a = 'bad' THEN "
+        "RAISE EXCEPTION 'not that one' USING ERRCODE = 'check_violation'; END IF; RETURN NEW; END $$",
+        f"CREATE TRIGGER t BEFORE INSERT ON {log} FOR EACH ROW EXECUTE FUNCTION {kit.table}_f()",
+    )
+    engine = own_engine(kit, driver)
+    sink = SqlSink(engine, table=log, columns={"key": "a"}, dedup_table=f"{kit.table}_received")
+    outcomes = await sink.deliver([claim_of(key="good"), claim_of(key="bad")])
+    await engine.dispose()
+    kit.execute(f"DROP FUNCTION {kit.table}_f CASCADE")
+    assert outcomes == [DELIVERED, Dead("not that one")]
+
+
 @every_database
 @pytest.mark.parametrize(
     "sql",
@@ -165,6 +228,19 @@ async def test_conflict_is_tried_again_a_few_times(kit, code, times):
     (outcome,) = await sink.deliver([claim_of()])
     await sink.close()
     assert outcome == (DELIVERED if times == 3 else Retry("could not serialize"))
+    assert kit.query(f"SELECT last_value FROM {kit.table}_s") == [(4,)]
+    kit.execute(f"DROP FUNCTION {kit.table}_f", f"DROP SEQUENCE {kit.table}_s")
+
+
+@on("postgres")
+async def test_conflict_that_lasts_is_an_outage_and_not_halved(kit):
+    log = make_log(kit)
+    kit.execute(f"CREATE SEQUENCE {kit.table}_s", CONFLICT.format(kit.table, 1000, "55P03"))
+    sink = kit.make_sink(consumer="x", statements={"*": f"INSERT INTO {log} (a) VALUES ({kit.table}_f())"})
+    with pytest.raises(SinkUnavailable, match=r"Sink postgres: could not serialize$") as outage:
+        await sink.deliver([claim_of() for _ in range(100)])
+    await sink.close()
+    assert outage.value.outcomes == [RELEASED] * 100
     assert kit.query(f"SELECT last_value FROM {kit.table}_s") == [(4,)]
     kit.execute(f"DROP FUNCTION {kit.table}_f", f"DROP SEQUENCE {kit.table}_s")
 
@@ -446,8 +522,13 @@ URL = "postgresql://user:hunter2@host/db"
 @pytest.mark.parametrize(
     ("url", "options", "message"),
     [
-        (URL, {}, "expected one of table, statements and (in Python) statement"),
-        (URL, {"table": "t", "statements": {"a": "b"}}, "expected one of table, statements and (in Python) statement"),
+        (
+            URL,
+            {},
+            'expected one option that says where events go: table = "events" for a row an event, statements for SQL '
+            "by the type of event or, in Python, statement; got none",
+        ),
+        (URL, {"table": "t", "statements": {"a": "b"}}, "in Python, statement; got table and statements"),
         (URL, {"table": "t", "tabel": "t"}, "unknown option 'tabel'; scheme 'postgresql' takes the options table, "),
         (URL + "?sslmdoe=require", {"table": "t"}, "unknown option 'sslmdoe'"),
         ("mysql://u@h/db?sslmode=require", {"table": "t"}, "unknown option 'sslmode'"),

@@ -1,4 +1,4 @@
-"""The obligations of the Sink port, one test each, over every sink that needs no server."""
+"""The obligations of the Sink port, one test each, over every sink."""
 
 from __future__ import annotations
 

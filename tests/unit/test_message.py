@@ -81,6 +81,43 @@ def test_clash_counts_with_case_elsewhere():
     assert (headers["Event-Id"], headers["event-id"]) == ("mine", str(ID))
 
 
+def test_header_that_has_our_prefixed_name_as_well_is_kept():
+    mine = {"event-id": "a", "pillarbox-event-id": "b"}
+    headers = MessageForm().render(stored(headers=mine)).headers
+    assert {name: value for name, value in headers.items() if name.endswith("event-id")} == {
+        "event-id": "a",
+        "pillarbox-event-id": "b",
+        "pillarbox-pillarbox-event-id": str(ID),
+    }
+
+
+def test_prefixed_name_is_found_without_case_where_the_destination_has_none():
+    mine = {"Event-Id": "a", "Pillarbox-Event-Id": "b"}
+    headers = MessageForm(folds_case=True).render(stored(headers=mine)).headers
+    assert {name: value for name, value in headers.items() if name.lower().endswith("event-id")} == {
+        "Event-Id": "a",
+        "Pillarbox-Event-Id": "b",
+        "pillarbox-pillarbox-event-id": str(ID),
+    }
+
+
+@pytest.mark.parametrize("names", [("id", "header-id"), ("header-id", "id")])
+def test_header_that_makes_way_for_an_attribute_takes_no_other_headers_name(names):
+    mine = {name: f"my {name}" for name in names}
+    headers = MessageForm(cloudevents="binary", ce_prefix="").render(stored(headers=mine)).headers
+    assert {name: value for name, value in headers.items() if name.endswith("id")} == {
+        "id": str(ID),
+        "header-id": "my header-id",
+        "header-header-id": "my id",
+    }
+
+
+def test_header_that_says_what_the_attribute_says_is_not_sent_twice():
+    form = MessageForm(cloudevents="binary", ce_prefix="")
+    headers = form.render(stored(headers={"traceparent": "00-1-2-01"})).headers
+    assert [name for name in headers if name.endswith("traceparent")] == ["traceparent"]
+
+
 def test_header_of_another_system_without_a_json_form_is_refused():
     with pytest.raises(Refused, match="Header 'x' cannot be sent"):
         MessageForm().render(stored(loaded={"headers": {"x": object()}}))
@@ -116,6 +153,11 @@ def test_independent_reader_understands_a_structured_cloudevent():
     assert (read.get_source(), read.get_type()) == ("pillarbox", "order.placed")
     assert read.get_extension("correlationid") == "c"
     assert read.get_data() == {"a": "ü"}
+
+
+def test_structured_cloudevent_of_text_that_has_no_bytes_is_refused():
+    with pytest.raises(Refused, match="Event has no form as a CloudEvent: "):
+        MessageForm(cloudevents="structured").render(stored(loaded={"key": "\ud800"}))
 
 
 def test_structured_cloudevent_keeps_the_digits_of_json_and_wraps_what_claims_to_be_json():

@@ -86,11 +86,14 @@ to = "audit"
     relays = config.make_group().relays
     assert list(relays) == ["shop.fan-out", "shop.orders", "shop.audit", "bank.fan-out", "bank.audit"]
     assert relays["bank.audit"].store.tables["outbox"].name == "events"
+    assert relays["shop.audit"].sink is relays["bank.audit"].sink
 
 
 def test_several_stores_may_share_a_single_sink(load):
     config = load('[stores.a]\nurl = "sqlite:///a.db"\n[stores.b]\nurl = "sqlite:///b.db"\n[sink]\nurl = "null:"\n')
-    assert list(config.make_group().relays) == ["a.null:", "b.null:"]
+    relays = config.make_group().relays
+    assert list(relays) == ["a.null:", "b.null:"]
+    assert relays["a.null:"].sink is relays["b.null:"].sink
 
 
 def test_one_of_several_stores_is_chosen_by_its_name(load):

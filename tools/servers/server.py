@@ -131,7 +131,10 @@ class Server:
     def pause(self) -> None:
         """Let the server keep its connections and do nothing. Returns when its last thread has stopped."""
         self._send(signal.SIGSTOP)
+        deadline = time.monotonic() + STOP_SECONDS
         while (pid := self.pid()) is not None and _is_active(pid):
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.name} (pid {pid}) did not pause within {STOP_SECONDS} s.")
             time.sleep(0.01)
 
     def resume(self) -> None:

@@ -25,7 +25,7 @@ from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.sql.engine import DRIVER_OPTIONS, Runner, ServerRunner, Work, backend_of, open_runner
 from pillarbox.sinks.sql.failures import Kind, describe, is_missing, judge
-from pillarbox.sinks.sql.rows import MissingColumn, RowWriter
+from pillarbox.sinks.sql.rows import MissingTable, RowWriter, UnfitTable
 from pillarbox.sinks.sql.statements import FunctionWriter, Statement, StatementWriter
 from pillarbox.sinks.sql.tables import CONSUMER_LENGTH, PRUNED_AT_ONCE, Received, declare_received, show_ddl
 from pillarbox.sinks.url import SinkUrl
@@ -96,8 +96,13 @@ class SqlSink:
         if isinstance(engine, AsyncEngine):
             engine = ServerRunner(engine, timeout=timeout, owns_engine=False)
         self._runner = engine
-        if [table, statements, statement].count(None) != 2:
-            raise ConfigError(f"{what}: expected one of table, statements and (in Python) statement")
+        targets = {"table": table, "statements": statements, "statement": statement}
+        given = [option for option, value in targets.items() if value is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f'{what}: expected one option that says where events go: table = "events" for a row an event, '
+                f"statements for SQL by the type of event or, in Python, statement; got {' and '.join(given) or 'none'}"
+            )
         if table is None and columns is not None:
             raise ConfigError(f"{what} columns: is for table; statements name their own columns")
         if statements is None and (params is not None or unmatched is not None):
@@ -224,6 +229,9 @@ class SqlSink:
                     return Dead(describe(error)) if kind is Kind.BAD else Retry(describe(error), cause=error)
                 failure = Retry(describe(error), cause=error)
             await asyncio.sleep(0.01 * 2**conflict)
+        if len(rows) > 1:
+            # What lasts is no event's fault: halves would only wait for the same lock, each of them.
+            raise SinkUnavailable(f"Sink {self.name}: {failure.error}") from failure.cause
         return failure
 
     async def _make_ready(self) -> None:
@@ -237,8 +245,10 @@ class SqlSink:
     async def _transact(self, work: Work[None]) -> None:
         try:
             await self._runner.run(work)
-        except MissingColumn as error:
+        except MissingTable as error:
             raise SinkUnavailable(f"Sink {self.name}: {error}. {self._hint()}") from error
+        except UnfitTable as error:
+            raise SinkUnavailable(f"Sink {self.name}: {error}.") from error
         except Exception as error:
             kind = judge(error)
             if kind is None:

@@ -188,18 +188,19 @@ def _make_mysql(url: sa.URL, options: dict[str, Any], tls: _Tls) -> AsyncEngine:
     context = tls.context()
     if context:
         arguments["ssl"] = context
-    engine = create_async_engine(
+    return create_async_engine(
         url.set(drivername="mysql+aiomysql"),
         isolation_level="READ COMMITTED",
         connect_args=arguments,
         pool_recycle=1800,
     )
-    sa.event.listen(engine.sync_engine, "connect", _escape_bytes)
-    return engine
 
 
-def _escape_bytes(connection: Any, record: Any) -> None:
+def _escape_bytes(connection: Any, record: Any, proxy: Any) -> None:
     """Write bytes as hexadecimal: aiomysql calls a function for them that current releases of PyMySQL have not."""
+    if _escape_bytes in record.info:
+        return
+    record.info[_escape_bytes] = True
     driver = connection.driver_connection
     escape = driver.escape
     driver.escape = lambda value: f"_binary X'{value.hex()}'" if isinstance(value, bytes) else escape(value)
@@ -212,6 +213,10 @@ class ServerRunner:
         self._engine = engine
         self._timeout = timeout.total_seconds()
         self._owns_engine = owns_engine
+        pooled = engine.sync_engine
+        if pooled.driver == "aiomysql" and not sa.event.contains(pooled, "checkout", _escape_bytes):
+            # At each checkout, as an engine of the user's may have connections already.
+            sa.event.listen(pooled, "checkout", _escape_bytes)
 
     @property
     def dialect(self) -> sa.Dialect:

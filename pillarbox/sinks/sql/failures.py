@@ -29,7 +29,8 @@ class Kind(Enum):
 _POSTGRES: Final = {
     "23503": Kind.LATER,
     "55P03": Kind.CONFLICT,
-    "57014": Kind.CONFLICT,
+    # A batch too slow for the server's statement_timeout: half of it may be quick enough.
+    "57014": Kind.LATER,
     "25006": Kind.DOWN,
     "54": Kind.BAD,
     "21": Kind.BAD,
@@ -49,8 +50,8 @@ _MYSQL: Final = {
     # Duplicate, null, check (MySQL, MariaDB), too long, out of range, truncated, wrong values, JSON, division, SIGNAL.
     **dict.fromkeys((1062, 1048, 1586, 3819, 4025, 1406, 1264, 1265, 1292, 1366, 1367, 1411, 1690), Kind.BAD),
     **dict.fromkeys((3140, 3141, 3144, 3146, 3156, 3903, 4038, 1365, 1441, 1644, 1153, 1301, 4078), Kind.BAD),
-    # Table, column, function, syntax, count of columns, no default, rights, database.
-    **dict.fromkeys((1146, 1054, 1305, 1064, 1136, 1364, 1142, 1143, 1370, 1044, 1049, 1047, 1235), Kind.WRONG),
+    # Table, column, function, syntax, count of columns, no default, rights, database, partition.
+    **dict.fromkeys((1146, 1054, 1305, 1064, 1136, 1364, 1142, 1143, 1370, 1044, 1049, 1047, 1235, 1526), Kind.WRONG),
 }
 _SQLITE: Final = {
     "SQLITE_CONSTRAINT_FOREIGNKEY": Kind.LATER,
@@ -80,7 +81,7 @@ def judge(error: BaseException) -> Kind | None:
         return _MYSQL[number]
     state = getattr(cause, "sqlstate", None)
     if isinstance(state, str) and not isinstance(number, int):
-        return _by_prefix(_POSTGRES, state)
+        return Kind.WRONG if _has_no_partition(cause) else _by_prefix(_POSTGRES, state)
     if not isinstance(error, sa.exc.DBAPIError | sa.exc.TimeoutError):
         return None
     name = getattr(cause, "sqlite_errorname", None)
@@ -119,6 +120,15 @@ def _origin(error: BaseException) -> Any:
     # SQLAlchemy puts the name of asyncpg's class before its message.
     inner = getattr(cause, "__cause__", None)
     return inner if hasattr(inner, "sqlstate") else cause
+
+
+def _has_no_partition(cause: Any) -> bool:
+    """Whether PostgreSQL found no partition for a row: it says so as of a check of the table, but names none."""
+    if cause.sqlstate != "23514":
+        return False
+    diagnosed = getattr(cause, "diag", cause)
+    # A trigger that raises the same code names no table either.
+    return getattr(diagnosed, "constraint_name", None) is None and getattr(diagnosed, "table_name", None) is not None
 
 
 def _by_prefix(kinds: dict[str, Kind], code: str) -> Kind:

@@ -27,8 +27,12 @@ _BINARY: Final = (sa.LargeBinary, sa.BINARY, sa.VARBINARY, mysql.TINYBLOB, mysql
 Encode = Callable[[Any], Any]
 
 
-class MissingColumn(Exception):
-    """The table is not there, or lacks a column; the message says which."""
+class MissingTable(Exception):
+    """The table is not there; the message names it."""
+
+
+class UnfitTable(Exception):
+    """The table cannot take the events; the message says why, and what to do."""
 
 
 class RowWriter:
@@ -54,15 +58,26 @@ class RowWriter:
         return declare_events(self.name, schema=self.schema, dialect=dialect) if self._is_own else None
 
     def look(self, db: sa.Connection) -> None:
-        """Read the table's columns and choose the form of each field; raises `MissingColumn`."""
+        """Read the table's columns and choose the form of each field; raises `MissingTable`, `UnfitTable`."""
         try:
             found = {each["name"]: each["type"] for each in sa.inspect(db).get_columns(self.name, schema=self.schema)}
         except sa.exc.NoSuchTableError:
-            raise MissingColumn(f"there is no table {self.name!r}") from None
+            if self._is_own:
+                raise MissingTable(f"there is no table {self.name!r}") from None
+            raise UnfitTable(
+                f"there is no table {self.name!r}. Make it: the option create makes none for columns of your own"
+            ) from None
         missing = [column for column in self._columns.values() if column not in found]
         if missing:
-            raise MissingColumn(f"table {self.name!r} has no column {missing[0]!r}")
+            raise UnfitTable(f"table {self.name!r} has no column {missing[0]!r}. Add it, or name another in columns")
         dialect = db.dialect.name
+        unknown = [column for column in self._columns.values() if isinstance(found[column], sa.types.NullType)]
+        if unknown and dialect == "postgresql":
+            # Text must be cast to it by its name; other databases take text for any column.
+            raise UnfitTable(
+                f"column {unknown[0]!r} of table {self.name!r} has a type that SQLAlchemy does not know. Name another "
+                "in columns, or write rows with statements"
+            )
         types = [found[column] for column in self._columns.values()]
         encoders = [_choose_encoder(field, type_, dialect) for field, type_ in zip(self._columns, types, strict=True)]
         self._encoders = [(index, encode) for index, encode in enumerate(encoders) if encode is not None]
@@ -99,18 +114,22 @@ def _get_one(field: str) -> Callable[[Event], tuple[Any]]:
 
 
 def _insert_arrays(target: sa.TableClause, fields: list[str], types: list[Any]) -> sa.Insert:
-    arrays = [
-        sa.bindparam(f"c{n}", type_=postgresql.ARRAY(_array_type(field, type_)))
-        for n, (field, type_) in enumerate(zip(fields, types, strict=True))
-    ]
+    sent = [_array_type(field, type_) for field, type_ in zip(fields, types, strict=True)]
+    arrays = [sa.bindparam(f"c{n}", type_=postgresql.ARRAY(type_)) for n, type_ in enumerate(sent)]
     names = [f"c{n}" for n in range(len(types))]
     unnested = sa.func.unnest(*arrays).table_valued(*names, with_ordinality="n", name="u").render_derived()
     # Text fits any column of texts, which checks its length; whatever else a column is, the server reads it from text.
     values = [
-        column if isinstance(type_, sa.String | sa.LargeBinary | sa.DateTime | sa.Uuid) else sa.cast(column, type_)
-        for column, type_ in zip((unnested.c[name] for name in names), types, strict=True)
+        sa.cast(unnested.c[name], type_)
+        if isinstance(form, sa.Text) and not _is_plain_text(type_)
+        else unnested.c[name]
+        for name, form, type_ in zip(names, sent, types, strict=True)
     ]
     return sa.insert(target).from_select(list(target.c), sa.select(*values).order_by(unnested.c.n))
+
+
+def _is_plain_text(type_: Any) -> bool:
+    return isinstance(type_, sa.String) and not isinstance(type_, sa.Enum)
 
 
 def _array_type(field: str, type_: Any) -> Any:

@@ -31,8 +31,8 @@ BINDS: Final = ("id", *_PLAIN, "payload", "payload_bytes", "headers", "created_a
 _ROOTS: Final = ("payload", "headers")
 
 Statement = Callable[[Event], "sa.Executable | None"]
-Prepared = tuple[Any, str, dict[str, Any]]
-"""A statement, what tells it from others, and its parameters."""
+Prepared = tuple[Any, str, "dict[str, Any] | None"]
+"""A statement, what tells it from others, and its parameters; None when it has them itself and must run alone."""
 
 
 class _Missing:
@@ -130,8 +130,13 @@ class FunctionWriter:
             return None
         if not isinstance(made, sa.sql.ClauseElement):
             raise Refused(f"The statement of event {event.id} is no SQLAlchemy statement but {made!r}")
-        compiled = made.compile(dialect=self._dialect)
-        return made, str(compiled), dict(compiled.params)
+        compiled: Any = made.compile(dialect=self._dialect, column_keys=[])
+        if compiled.post_compile_params or compiled.literal_execute_params:
+            # IN with a list: SQLAlchemy writes as many binds as the list is long, for one execution alone.
+            return made, str(compiled), None
+        # SQLAlchemy fills these in when the statement runs, but not where a value, even None, is given.
+        defaults = {column.key for column in compiled.prefetch}
+        return made, str(compiled), {name: value for name, value in compiled.params.items() if name not in defaults}
 
     def write(self, db: sa.Connection, rows: Sequence[Prepared]) -> None:
         run_together(db, rows)
@@ -141,7 +146,12 @@ def run_together(db: sa.Connection, rows: Iterable[Prepared]) -> None:
     """Run statements in their order; those in a row that differ by their parameters alone are one round trip."""
     for _, group in groupby(rows, key=itemgetter(1)):
         same = list(group)
-        db.execute(same[0][0], [params for _, _, params in same])
+        filled = [params for _, _, params in same if params is not None]
+        if filled:
+            db.execute(same[0][0], filled)
+        else:
+            for statement, _, _ in same:
+                db.execute(statement)
 
 
 class _View:

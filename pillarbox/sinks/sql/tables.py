@@ -20,6 +20,8 @@ from pillarbox.sinks.sql.failures import is_duplicate
 
 CONSUMER_LENGTH: Final = 200
 PRUNED_AT_ONCE: Final = 1000
+# The driver for MySQL splits what is longer than a megabyte into several statements; so many rows are not.
+INSERTED_AT_ONCE: Final = 1000
 _FAMILY: Final = ("mysql", "mariadb")
 _MYSQL_TABLE: Final[Any] = {
     f"{name}_{option}": value
@@ -131,7 +133,7 @@ class Received:
             ordered = sorted(ids, key=attrgetter("int"))
             return set(db.execute(self._insert_new, {"consumer": self._consumer, "ids": ordered}).scalars())
         ordered = sorted(set(ids))
-        if self._dialect == "sqlite":
+        if self._dialect == "sqlite" or len(ordered) > INSERTED_AT_ONCE:
             return self._insert_unknown(db, ordered)
         try:
             # Nearly always all are new; the server undoes the statement as a whole when one is not.
