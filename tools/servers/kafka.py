@@ -41,7 +41,9 @@ class KafkaServer(Broker):
             for name, word in USERS.items()
             for bits in (256, 512)
         ]
-        self.run(*self._java("kafka.tools.StorageTool"), "format", "-t", cluster, "-c", self._settings(), *users)
+        # In one word with its option: it may begin with a hyphen.
+        identity = f"--cluster-id={cluster}"
+        self.run(*self._java("kafka.tools.StorageTool"), "format", identity, "-c", self._settings(), *users)
 
     def command(self) -> list[str]:
         return [*self._java("kafka.Kafka"), str(self._settings())]
