@@ -11,7 +11,11 @@
     ├── TransactionError        the caller's transaction cannot take the statement
     ├── ReceiptPending          a receipt was read before its flush
     ├── StoreUnavailable        the database cannot be reached; nothing was changed
-    └── SinkUnavailable         a destination is down; no message is to blame
+    ├── SinkUnavailable         a destination is down; no message is to blame
+    └── Verdict                 raised by handlers, about the event they were given
+        ├── RetryLater          try it again
+        ├── Reject              it can never be handled
+        └── Skip                there is nothing to do
 
 A message says what failed, on which thing, with its value; what was expected; what to do.
 """
@@ -91,3 +95,23 @@ class SinkUnavailable(PillarboxError):
         super().__init__(message)
         self.after = after
         self.outcomes = outcomes
+
+
+class Verdict(PillarboxError):
+    """What a handler says of its event by raising it; whatever it wrote in the event's transaction is undone."""
+
+
+class RetryLater(Verdict):
+    """Try the event again, after this time or as the retry policy says."""
+
+    def __init__(self, reason: str = "The handler asked to be called again", *, after: timedelta | None = None) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
+class Reject(Verdict):
+    """The event can never be handled: it is dead at once."""
+
+
+class Skip(Verdict):
+    """There is nothing to do for this event: it counts as delivered."""

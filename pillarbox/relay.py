@@ -28,6 +28,7 @@ from pillarbox.breaker import Breaker
 from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreUnavailable, Unsupported
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.hooks import Hook
+from pillarbox.joining import JoiningSink
 from pillarbox.opening import Opening
 from pillarbox.outage import Outage
 from pillarbox.retry import Exponential, Failure, RetryPolicy, describe_error
@@ -284,7 +285,7 @@ class Relay(Opening):
         return batch
 
     async def _claim(self, *, is_prefetch: bool) -> Batch:
-        limit = 1 if self.breaker.is_probing else self._size
+        limit = 1 if self.breaker.is_probing else min(self._size, getattr(self.sink, "most", self._size))
         holds = self.mode == "hold" and limit == self._batch_size and time.monotonic() >= self._no_hold_before
         mode: Mode = "hold" if holds and not self._use_lease_next else "lease"
         self._use_lease_next = False
@@ -324,12 +325,12 @@ class Relay(Opening):
 
     async def _send_in_time(self, batch: Batch) -> Sequence[Outcome]:
         async with asyncio.timeout(HOLD_TIMEOUT.total_seconds()):
-            return await self._send(batch.claims)
+            return await self._send(batch)
 
     async def _send_renewing(self, batch: Batch) -> Sequence[Outcome]:
         renewing = asyncio.create_task(self._renew(batch), name="pillarbox-renewal")
         try:
-            return await self._send(batch.claims)
+            return await self._send(batch)
         finally:
             renewing.cancel()
             with suppress(asyncio.CancelledError):
@@ -348,12 +349,13 @@ class Relay(Opening):
                 self._hook.lost(lost)
                 log.warning("Lost %d of %d claims: their lease lapsed unrenewed.", len(lost), len(batch.claims))
 
-    async def _send(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+    async def _send(self, batch: Batch) -> Sequence[Outcome]:
         """One outcome a claim; a destination that is down releases what it did not take."""
+        claims = batch.claims
         good = [claim for claim in claims if claim.defect is None]
         try:
             await self._open_sink()
-            outcomes = await self._send_good(good)
+            outcomes = await self._send_good(batch, good)
             self.breaker.succeeded()
             self._sink_error = None
         except SinkUnavailable as error:
@@ -378,11 +380,11 @@ class Relay(Opening):
             raise SinkUnavailable(f"Sink {self.sink.name}: could not be opened: {describe_error(error)}") from error
         self._is_sink_open = True
 
-    async def _send_good(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+    async def _send_good(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
         if not claims:
             return []
         try:
-            outcomes = await self.sink.deliver(claims)
+            outcomes = await self._give(batch, claims)
             if len(outcomes) != len(claims):
                 raise PillarboxError(
                     f"Sink {self.sink.name}: expected {len(claims)} outcomes, one a claim, got {len(outcomes)}"
@@ -394,9 +396,15 @@ class Relay(Opening):
             if len(claims) == 1:
                 return [Retry(describe_error(error), cause=error)]
             log.exception("Sink %s failed on a batch of %d; sending one by one.", self.sink.name, len(claims))
-        return await self._send_one_by_one(claims)
+        return await self._send_one_by_one(batch, claims)
 
-    async def _send_one_by_one(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+    async def _give(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        """Let the sink deliver, by itself or together with the settlement of each claim."""
+        if isinstance(self.sink, JoiningSink):
+            return await self.sink.deliver_in(batch, claims)
+        return await self.sink.deliver(claims)
+
+    async def _send_one_by_one(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
         stopped: set[str] = set()
         for claim in claims:
@@ -405,7 +413,7 @@ class Relay(Opening):
                 outcomes.append(RELEASED)
                 continue
             try:
-                outcomes.extend(await self._send_good([claim]))
+                outcomes.extend(await self._send_good(batch, [claim]))
             except SinkUnavailable as error:
                 known = [*outcomes, *(error.outcomes or [])]
                 error.outcomes = [*known, *[RELEASED] * (len(claims) - len(known))]

@@ -63,7 +63,7 @@ class CallableSink:
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         async def send(step: Sequence[Claim]) -> Sequence[Outcome]:
-            return [await self._call(step[0])]
+            return [await self._judge(self._perform(step[0]))]
 
         return await send_groups(claims, group_by_key(claims), send, slots=self._slots, width=self._concurrency)
 
@@ -73,12 +73,10 @@ class CallableSink:
         if threads is not None:
             threads.shutdown(wait=False)
 
-    async def _call(self, claim: Claim) -> Outcome:
-        """Call the function in a slot that the caller has taken and this gives back."""
-        argument = claim if self._takes_claim else claim.event
-        call = self._call_async if self._is_async else self._call_in_thread
+    async def _judge(self, call: Awaitable[object]) -> Outcome:
+        """Await a call and say what became of its event."""
         try:
-            outcome = _judge(await call(argument), self.name)
+            outcome = judge_result(await call, self.name)
         except SinkUnavailable:
             raise
         except asyncio.CancelledError as error:
@@ -91,6 +89,14 @@ class CallableSink:
         if _is_cancelled():
             raise asyncio.CancelledError  # the function swallowed it
         return outcome
+
+    async def _perform(self, claim: Claim) -> object:
+        """Call the function in a slot that the caller has taken and this gives back."""
+        return await self._apply(claim if self._takes_claim else claim.event)
+
+    async def _apply(self, argument: object) -> object:
+        """Call the function and give the slot back."""
+        return await (self._call_async(argument) if self._is_async else self._call_in_thread(argument))
 
     async def _call_async(self, argument: object) -> object:
         try:
@@ -148,7 +154,7 @@ def _catch(function: Callable[..., Any], argument: object) -> tuple[object, Base
         return None, error
 
 
-def _judge(result: object, name: str) -> Outcome:
+def judge_result(result: object, name: str) -> Outcome:
     if result is None:
         return DELIVERED
     if isinstance(result, Delivered | Retry | Dead | Released):

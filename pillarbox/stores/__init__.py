@@ -41,6 +41,10 @@ class Batch(Protocol):
     - `settle` takes one outcome a claim, in order, with every `Retry` carrying its delay; what it writes is one
       transaction. A claim whose fence is no longer in its row changes nothing and is counted as lost. An `effect`
       commits with it; when a claim is lost there is neither effect nor settlement, and what is still ours is released.
+    - `settle_one` settles one claim as delivered, before the others and together with an effect that follows it in the
+      same transaction: false when the claim was lost, and then there was no effect. An error of the effect undoes both
+      and passes; the claim is still to be settled. A claim settled so is left alone by what comes later. A held batch has
+      one transaction for all its claims and cannot do this.
     - `renew` extends the claims that are still ours and returns the others; a held batch has nothing to renew.
     - `abandon` gives every claim back untried; it may be called after a failed `settle` and never raises for a lost
       connection, because then the database gives them back by itself.
@@ -63,6 +67,8 @@ class Batch(Protocol):
     async def settle(
         self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
     ) -> Settlement: ...
+
+    async def settle_one(self, claim: Claim, effect: Effect) -> bool: ...
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]: ...
 

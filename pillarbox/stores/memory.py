@@ -97,6 +97,9 @@ class MemoryBatch:
         self._is_settled = True
         return settlement
 
+    async def settle_one(self, claim: Claim, effect: Effect) -> bool:
+        raise Unsupported(f"Store {self._store.name}: there is no transaction that an effect could join")
+
     async def renew(self, lease: timedelta) -> Sequence[Claim]:
         return [] if self.mode == "hold" else self._store.renew(self, lease)
 

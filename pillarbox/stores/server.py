@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pillarbox.errors import StoreUnavailable
+from pillarbox.errors import StoreUnavailable, Unsupported
 from pillarbox.event import Claim, Outcome
 from pillarbox.stores import Effect, Mode, Settlement
 from pillarbox.stores.sql import SqlStore, T, Work, translate
@@ -58,6 +58,9 @@ class HoldBatch:
         finally:
             await let_go(connection)
         return settlement
+
+    async def settle_one(self, claim: Claim, effect: Effect) -> bool:
+        raise Unsupported(f"Store {self._store.name}: held claims are settled together; claim by lease")
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]:
         return []

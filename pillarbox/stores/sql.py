@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 
 from pillarbox.errors import ConfigError, SchemaError, StoreUnavailable, Unsupported
-from pillarbox.event import RELEASED, Claim, Outcome
+from pillarbox.event import DELIVERED, RELEASED, Claim, Outcome
 from pillarbox.layouts import Feature, Layout, check_database, declare_layout
 from pillarbox.stores import Counts, Effect, Entry, Filter, Mode, Pruned, Record, Settlement, State
 from pillarbox.stores.build import build_transitions
@@ -52,38 +52,55 @@ class LeaseBatch:
         self.is_full = is_full
         self.has_tried = False
         self.lanes = set(taken.lanes)
+        self._early: dict[int, Settlement] = {}
+        """What became of the claims that were settled one by one, by their identity."""
         store.busy_lanes.update(self.lanes)
 
     async def settle(
         self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
     ) -> Settlement:
+        early = sum(self._early.values(), Settlement())
+        left = [each for each in zip(self.claims, outcomes, strict=True) if id(each[0]) not in self._early]
+        claims, outcomes = [claim for claim, _ in left], [outcome for _, outcome in left]
+
         def write(db: sa.Connection) -> Settlement:
             if effect is not None:
                 effect(db)
-            settlement = self._store.transitions.settle(db, self.claims, outcomes, mode="lease", park=park)
+            settlement = self._store.transitions.settle(db, claims, outcomes, mode="lease", park=park)
             if effect is not None and settlement.lost:
                 raise _ClaimsLost(settlement.lost)
             return settlement
 
         try:
-            settlement = await self._store.run(write)
+            settlement = await self._store.run(write) if claims or effect is not None else Settlement()
         except _ClaimsLost as error:
-            return await self._give_up(error.count)
+            return early + await self._give_up(len(claims), error.count)
         self._leave_lanes()
-        return settlement
+        return early + settlement
 
-    async def _give_up(self, lost: int) -> Settlement:
+    async def settle_one(self, claim: Claim, effect: Effect) -> bool:
+        def write(db: sa.Connection) -> Settlement:
+            settlement = self._store.transitions.settle(db, [claim], [DELIVERED], mode="lease", park=False)
+            if not settlement.lost:
+                effect(db)
+            return settlement
+
+        self._early[id(claim)] = settlement = await self._store.run(write)
+        return not settlement.lost
+
+    async def _give_up(self, count: int, lost: int) -> Settlement:
         await self.abandon()
-        return Settlement(released=len(self.claims) - lost, lost=lost)
+        return Settlement(released=count - lost, lost=lost)
 
     def _leave_lanes(self) -> None:
         self._store.busy_lanes.subtract(self.lanes)
         self.lanes = set()
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]:
-        if not self.claims:
+        claims = [claim for claim in self.claims if id(claim) not in self._early]
+        if not claims:
             return []
-        return await self._store.run(lambda db: self._store.transitions.renew(db, self.claims, lease))
+        return await self._store.run(lambda db: self._store.transitions.renew(db, claims, lease))
 
     async def abandon(self) -> None:
         try:

@@ -1,0 +1,59 @@
+"""What a handler can know of the event it was given, besides the payload."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from pillarbox.event import Claim, Event
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One call of a handler: whose, for which event, and the how manieth try it is."""
+
+    claim: Claim
+    handler: str
+
+    @property
+    def event(self) -> Event:
+        return self.claim.event
+
+    @property
+    def id(self) -> UUID:
+        """The event's id, the same at every try: what an effect elsewhere is made unique by."""
+        return self.claim.event.id
+
+    @property
+    def type(self) -> str:
+        return self.claim.event.type
+
+    @property
+    def key(self) -> str | None:
+        return self.claim.event.key
+
+    @property
+    def headers(self) -> Mapping[str, Any]:
+        return self.claim.event.headers
+
+    @property
+    def put_at(self) -> datetime | None:
+        return self.claim.event.created_at
+
+    @property
+    def attempt(self) -> int:
+        """Counts from 1."""
+        return self.claim.attempt
+
+
+Next = Callable[[], Awaitable[object]]
+"""Calls the next middleware, or the handler."""
+
+Middleware = Callable[[Context, Next], Awaitable[object]]
+"""Wraps the calls of all handlers: what it returns or raises counts instead of what the handler did."""
+
+Provide = Callable[[Context, Mapping[str, Any]], Any]
+"""Given the names and annotations of the parameters nobody else fills, returns their values by name, or awaits them."""
