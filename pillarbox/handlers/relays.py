@@ -37,10 +37,7 @@ def handler_relays(
     if not len(handlers):
         raise ConfigError("Handlers: expected at least one handler, got none")
     routes = Routes(
-        [
-            Route(to=[handler.name for handler in found], type=[_escape(type)])
-            for type, found in handlers.types.items()
-        ],
+        [Route(to=[handler.name for handler in found], type=[_escape(type)]) for type, found in handlers.types.items()],
         unmatched=unmatched,
     )
     sinks = {handler.name: HandlerSink(handlers, handler) for handler in handlers}
@@ -49,9 +46,7 @@ def handler_relays(
         retry = sink.handler.retry if isinstance(sink, HandlerSink) else None
         return Relay(store, sink, retry=retry, hook=hook)
 
-    return route_relays(
-        open_store, sinks, routes, make_relay=make_relay, into=into, prefix=prefix, hook=hook
-    )
+    return route_relays(open_store, sinks, routes, make_relay=make_relay, into=into, prefix=prefix, hook=hook)
 
 
 def _escape(type: str) -> str:

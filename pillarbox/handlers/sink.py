@@ -69,7 +69,9 @@ class HandlerSink(CallableSink):
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         if self.handler.arguments.joins:
-            raise Unsupported(f"Handler {self.name!r}: takes a session, so only a relay can call it; wrap it in no sink")
+            raise Unsupported(
+                f"Handler {self.name!r}: takes a session, so only a relay can call it; wrap it in no sink"
+            )
         return await self._send(claims, None)
 
     async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
@@ -174,7 +176,9 @@ class HandlerSink(CallableSink):
         make, name = self.handler.arguments.session_class, str(self.handler.arguments.session)
         connection = AsyncConnection(AsyncEngine(db.engine), db)
         try:
-            async with make(bind=connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as session:
+            async with make(
+                bind=connection, join_transaction_mode="create_savepoint", expire_on_commit=False
+            ) as session:
                 self._keep(await call(**{name: session}))
                 await session.commit()
         except Exception as error:

@@ -21,7 +21,9 @@ class Upcasters:
         steps = self._steps.setdefault(type, {})
         start, end = None if old is None else str(old), str(new)
         if start in steps:
-            raise ConfigError(f"Upcaster of {type!r}: there is one from version {old!r} already, to {steps[start][0]!r}")
+            raise ConfigError(
+                f"Upcaster of {type!r}: there is one from version {old!r} already, to {steps[start][0]!r}"
+            )
         steps[start] = (end, upcast)
         seen, version = {start}, end
         while version in steps:

@@ -127,9 +127,7 @@ def _from_cloud(
 ) -> Read:
     fields = {field: str(attributes[name]) for name, field in _CLOUD.items() if attributes.get(name) is not None}
     fields["content_type"] = content_type or BYTES
-    extensions = {
-        name: value for name, value in attributes.items() if name not in _CLOUD and name not in _CLOUD_OTHER
-    }
+    extensions = {name: value for name, value in attributes.items() if name not in _CLOUD and name not in _CLOUD_OTHER}
     message_id = str(attributes["id"])
     return Read(message_id, _load(raw, message_id, fields, {**extensions, **headers}, body, attributes.get("time")))
 
