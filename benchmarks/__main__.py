@@ -7,6 +7,8 @@ import gc
 import sys
 
 from benchmarks import (
+    handlers,
+    inbox,
     latency,
     layouts,
     put,
@@ -33,7 +35,9 @@ BENCHMARKS = {
         sqlite.sqlite_put,
         sqlite.sqlite_drain,
         relay.relay_memory,
+        *handlers.BENCHMARKS,
         *layouts.BENCHMARKS,
+        *inbox.BENCHMARKS,
         *sink_http.BENCHMARKS,
         *sink_rabbitmq.BENCHMARKS,
         *sink_sql.BENCHMARKS,

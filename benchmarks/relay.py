@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import psutil
 import sqlalchemy as sa
 
 from benchmarks.common import Result, alternate, fill, postgres_outbox, server_url
-from pillarbox import Outbox, Relay, open_sink
+from pillarbox import Outbox, Relay, Sink, open_sink
 from pillarbox.event import DELIVERED
 from pillarbox.stores.postgres import PostgresStore
 
@@ -87,8 +88,8 @@ def _filled(statement: Statement, rows: list[Any]) -> list[Any]:
     return [fill_in(value) for value in statement[1]]
 
 
-async def relay_rate(outbox: Outbox, mode: Mode, count: int) -> float:
-    relay = Relay(outbox.store(server_url("postgres"), notify=False), open_sink("null:"), claim=mode, batch_size=BATCH)
+async def relay_rate(outbox: Outbox, mode: Mode, count: int, sink: Sink) -> float:
+    relay = Relay(outbox.store(server_url("postgres"), notify=False), sink, claim=mode, batch_size=BATCH)
     async with relay:
         relay._size = BATCH
         started = time.perf_counter()
@@ -96,7 +97,11 @@ async def relay_rate(outbox: Outbox, mode: Mode, count: int) -> float:
         return count / (time.perf_counter() - started)
 
 
-async def measure(name: str, mode: Mode) -> Result:
+def open_null() -> Sink:
+    return open_sink("null:")
+
+
+async def measure(name: str, mode: Mode, *, make_sink: Callable[[], Sink] = open_null, bar: float = BAR) -> Result:
     with postgres_outbox() as (outbox, engine):
         fill(outbox, engine, 3 * BATCH)
         statements = await record_statements(outbox, mode)
@@ -108,14 +113,14 @@ async def measure(name: str, mode: Mode) -> Result:
 
         async def ours() -> float:
             await prepare()
-            return await relay_rate(outbox, mode, EVENTS)
+            return await relay_rate(outbox, mode, EVENTS, make_sink())
 
         async def bare() -> float:
             await prepare()
             return await run_bare(statements, mode, EVENTS)
 
         value, baseline, ratio = await alternate(ours, bare)
-    return Result(name, value, "events/s", baseline, ratio, BAR)
+    return Result(name, value, "events/s", baseline, ratio, bar)
 
 
 async def relay_hold() -> Result:

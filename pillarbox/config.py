@@ -109,6 +109,31 @@ class OutboxConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """`[source]`: the broker that messages are consumed from; every key besides these is an option of that source.
+
+    `stored` takes messages into the inbox's queue before they are handled. `remember` is how long a message is known,
+    so that it is not handled again.
+    """
+
+    url: str | None = _key(read_text, is_secret=True)
+    name: str | None = _key(read_text)
+    group: str | None = _key(read_text)
+    stored: bool = _key(read_switch, False)
+    unmatched: Literal["dead", "skip"] = _key(one_of("dead", "skip"), "dead")
+    remember: timedelta = _key(read_duration, timedelta(days=7))
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlersConfig:
+    """`[handlers]`: where the registry of handlers is, `module:attribute`, and the namespace of their action log."""
+
+    registry: str | None = _key(read_text)
+    namespace: str | None = _key(read_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All settings; `path` is the file they came from, if there was one."""
 
@@ -121,6 +146,8 @@ class Config:
     routing_table: str | None = None
     relay: RelayConfig = RelayConfig()
     outbox: OutboxConfig = OutboxConfig()
+    source: SourceConfig = SourceConfig()
+    handlers: HandlersConfig = HandlersConfig()
     retry: RetryPolicy = field(default_factory=Exponential)
     path: Path | None = None
     store_name: str = ""
@@ -244,6 +271,8 @@ _SECTIONS: Final[Mapping[str, type[Any]]] = {
     "sink": SinkConfig,
     "relay": RelayConfig,
     "outbox": OutboxConfig,
+    "source": SourceConfig,
+    "handlers": HandlersConfig,
 }
 
 
@@ -253,8 +282,11 @@ def _list_keys(section: str) -> dict[str, Read]:
 
 def _list_variables() -> dict[str, str]:
     variables = {f"{PREFIX}STORE": "store.url", f"{PREFIX}SINK": "sink.url", f"{PREFIX}RETRY": "retry"}
-    for section in ("store", "relay", "outbox"):
-        variables |= {PREFIX + key.upper(): f"{section}.{key}" for key in _list_keys(section) if key != "url"}
+    variables |= {f"{PREFIX}SOURCE": "source.url", f"{PREFIX}GROUP": "source.group"}
+    variables |= {f"{PREFIX}STORED": "source.stored", f"{PREFIX}HANDLERS": "handlers.registry"}
+    for section in ("store", "relay", "outbox", "handlers"):
+        keys = [key for key in _list_keys(section) if f"{section}.{key}" not in variables.values()]
+        variables |= {PREFIX + key.upper(): f"{section}.{key}" for key in keys}
     return variables
 
 
@@ -294,6 +326,8 @@ def load_config(
         routing_table=routing_table,
         relay=RelayConfig(**source.read("relay")),
         outbox=OutboxConfig(**source.read("outbox")),
+        source=_make_source(source),
+        handlers=HandlersConfig(**source.read("handlers")),
         retry=_make_retry(source),
         path=found,
     )
@@ -326,9 +360,22 @@ def _make_sink(source: Source) -> SinkConfig:
     url = source.find("sink.url")
     if url is not None and url.rank < 2 and "url" in source.names("sink"):
         return SinkConfig(url=read_text(url))
-    others = {key: source.find(f"sink.{key}") for key in source.names("sink") if key not in ("url", "name")}
-    options = {key: given.value for key, given in others.items() if given is not None}
-    return SinkConfig(**source.read("sink"), options=MappingProxyType(options))
+    return SinkConfig(**source.read("sink"), options=_list_options(source, "sink"))
+
+
+def _make_source(source: Source) -> SourceConfig:
+    url = source.find("source.url")
+    is_replaced = url is not None and url.rank < 2 and "url" in source.names("source")
+    # Options belong to their url.
+    options = {} if is_replaced else _list_options(source, "source")
+    return SourceConfig(**source.read("source"), options=options)
+
+
+def _list_options(source: Source, section: str) -> Mapping[str, Any]:
+    """What the adapter's own options are, besides the keys that we know."""
+    names = [key for key in source.names(section) if key not in _list_keys(section)]
+    given = {key: source.find(f"{section}.{key}") for key in names}
+    return MappingProxyType({key: each.value for key, each in given.items() if each is not None})
 
 
 def _make_retry(source: Source) -> RetryPolicy:

@@ -12,6 +12,10 @@
     ├── ReceiptPending          a receipt was read before its flush
     ├── StoreUnavailable        the database cannot be reached; nothing was changed
     ├── SinkUnavailable         a destination is down; no message is to blame
+    ├── ActionError             an action was used where, when or by whom it cannot be
+    │   ├── InvalidAction       its name, its parameters or its events cannot be stored (also a ValueError)
+    │   └── ActionRepeated      its idempotency key was used before
+    ├── InvalidChange           a change record is none of the action log (also a ValueError)
     └── Verdict                 raised by handlers, about the event they were given
         ├── RetryLater          try it again
         ├── Reject              it can never be handled
@@ -25,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 if TYPE_CHECKING:
     from pillarbox.event import Outcome
@@ -95,6 +100,27 @@ class SinkUnavailable(PillarboxError):
         super().__init__(message)
         self.after = after
         self.outcomes = outcomes
+
+
+class ActionError(PillarboxError):
+    """An action was used outside its block, by another task or thread, or in a transaction that it cannot share."""
+
+
+class InvalidAction(ActionError, ValueError):
+    """An action's name, parameters, subject or event name cannot be stored as given; nothing was written."""
+
+
+class ActionRepeated(ActionError):
+    """An action with this idempotency key was done before: `action_id` is its id. Nothing was done again."""
+
+    def __init__(self, message: str, *, action_id: UUID, idempotency_key: str) -> None:
+        super().__init__(message)
+        self.action_id = action_id
+        self.idempotency_key = idempotency_key
+
+
+class InvalidChange(PillarboxError, ValueError):
+    """A change record is malformed, or is not one of the action log's table."""
 
 
 class Verdict(PillarboxError):

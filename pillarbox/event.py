@@ -209,7 +209,8 @@ class Claim:
 
     `row` identifies the row to the store that made the claim, `fence` is the value the claim wrote into it
     (None when a lock holds the row), `attempt` counts from 1 and includes this one. `defect` says why the
-    row's columns do not make an event; `event` is then what can be read of it, and no sink gets it.
+    row's columns do not make an event; `event` is then what can be read of it, and no sink gets it. `extra` has the
+    columns by name that the layout loads besides the event.
     """
 
     row: Any
@@ -218,6 +219,7 @@ class Claim:
     fence: Any = None
     expires_at: datetime | None = None
     defect: str | None = None
+    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

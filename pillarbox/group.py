@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Protocol
 
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import Claim, Outcome
@@ -31,6 +32,7 @@ class RelayGroup(Opening):
     def __init__(self, relays: Mapping[str, Relay], *, feeds: Mapping[str, Sequence[str]] | None = None) -> None:
         self.relays = dict(relays)
         self._feeds = dict(feeds or {})
+        self._is_stopped = False
 
     async def open(self) -> None:
         for relay in self.relays.values():
@@ -48,11 +50,15 @@ class RelayGroup(Opening):
 
     def add(self, other: RelayGroup) -> None:
         """Take over the relays of another group."""
+        twice = sorted(self.relays.keys() & other.relays.keys())
+        if twice:
+            raise ConfigError(f"Relays: expected names that differ, got {twice[0]!r} twice. Name the handler otherwise")
         self.relays |= other.relays
         self._feeds |= other._feeds
 
     def stop(self) -> None:
         """Let every relay end."""
+        self._is_stopped = True
         for relay in self.relays.values():
             relay.stop()
 
@@ -76,25 +82,37 @@ class RelayGroup(Opening):
         A destination that is down keeps none of the others from being drained; then it is raised.
         """
         remains: dict[str, Counts] = {}
-        outages: list[SinkUnavailable] = []
-        # Those that feed others come first.
-        for name in sorted(self.relays, key=lambda name: name not in self._feeds):
-            try:
-                remains[name] = await self.relays[name].drain()
-            except SinkUnavailable as outage:
-                outages.append(outage)
+        outages: dict[str, SinkUnavailable] = {}
+        # Those that feed others come first, and again while what was delivered brought them more.
+        order = sorted(self.relays, key=lambda name: name not in self._feeds)
+        is_done = False
+        while not is_done:
+            before = [relay.total for relay in self.relays.values()]
+            for name in order:
+                try:
+                    remains[name] = await self.relays[name].drain()
+                except SinkUnavailable as outage:
+                    outages[name] = outage
+            after = [relay.total for relay in self.relays.values()]
+            is_done = not self._feeds or bool(outages) or before == after or self._is_stopped
         if outages:
-            raise outages[0]
+            raise next(iter(outages.values()))
         return remains
 
 
+class Routing(Protocol):
+    """A sink that writes rows for other relays, and counts what became of them."""
+
+    def settled(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> None: ...
+
+
 class Waking(Hook):
-    """The hook of a fan-out: wakes the relays it feeds, and reports everything else to another hook.
+    """The hook of a relay that feeds others: wakes them, and reports everything else to another hook.
 
     What was only routed on does not count as delivered there.
     """
 
-    def __init__(self, fan_out: FanOut, relays: Sequence[Relay], hook: Hook | None = None) -> None:
+    def __init__(self, fan_out: Routing | None, relays: Sequence[Relay], hook: Hook | None = None) -> None:
         self._fan_out = fan_out
         self._relays = relays
         self._hook = hook or Hook()
@@ -111,7 +129,8 @@ class Waking(Hook):
     def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
         self._hook.settled(batch, outcomes, replace(settlement, delivered=0))
         if settlement.delivered:
-            self._fan_out.settled(batch.claims, outcomes)
+            if self._fan_out is not None:
+                self._fan_out.settled(batch.claims, outcomes)
             for relay in self._relays:
                 relay.wake()
 

@@ -1,12 +1,73 @@
-"""Sinks that settle claims themselves, so that an effect and the settlement of its claim commit together."""
+"""Work in the transaction that settles a claim: both are committed, or neither.
+
+The work is a coroutine of the relay's loop. Where its transaction has an asynchronous driver it uses that directly.
+Plain sessions need a plain driver and a thread: there the thread that has the transaction open waits for the coroutine,
+and runs what the coroutine asks it to, so a function that blocks blocks nobody else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Final, Protocol, runtime_checkable
 
-from pillarbox.event import Claim, Outcome
-from pillarbox.stores import Batch
+import sqlalchemy as sa
+from sqlalchemy.util import await_only
+
+from pillarbox.errors import SinkUnavailable, StoreUnavailable
+from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Outcome
+from pillarbox.sources import Source
+from pillarbox.stores import Batch, Effect, Joins
+
+# How long to wait for the end of a transaction that was undone, before it is left to end by itself.
+_PATIENCE: Final = 1.0
+
+
+class Thread:
+    """The thread that has a transaction open, and runs what it is asked to until the work is done."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Let the thread call a function, after what it was asked before."""
+        future: Future[Any] = Future()
+        self._calls.put((future, lambda: function(*arguments)))
+        return future
+
+    def serve(self, work: Future[None]) -> None:
+        """Run what is submitted until the work is done; returns or raises what the work did."""
+        work.add_done_callback(lambda _: self._calls.put(None))
+        while (asked := self._calls.get()) is not None:
+            future, call = asked
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+        work.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """An open transaction, and the thread that it belongs to if its driver is a plain one."""
+
+    db: sa.Connection
+    thread: Thread | None = None
+
+
+Work = Callable[[Joined], Awaitable[Outcome]]
+"""Awaited in the loop while its transaction is open, alone on its connection."""
+
+
+class Settling(Protocol):
+    """What has a transaction to join: a batch, or an inbox."""
+
+    async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool: ...
 
 
 @runtime_checkable
@@ -16,5 +77,97 @@ class JoiningSink(Protocol):
     For such a claim it returns `Delivered`; the relay settles the others as their outcomes say.
     """
 
+    def check_store(self, store: Source) -> None:
+        """Refuse a store whose transactions cannot be joined as needed; called when the relay is opened."""
+
     async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
         """Deliver claims of this batch."""
+
+
+class _Undone(Exception):
+    """Ends a transaction whose work said that the event is not done."""
+
+
+async def join(
+    settling: Settling, claim: Claim, work: Work, *, session: Joins | None = None, otherwise: Outcome = RELEASED
+) -> Outcome:
+    """Do work in the transaction that settles this claim, and undo both unless it ends as `Delivered`.
+
+    `session` is the kind of session the work needs. `otherwise` is the outcome of a claim that was lost or had been
+    taken before. A database that is down is not the event's fault: that raises `SinkUnavailable`.
+    """
+    return await _Joint(settling, claim, work, session).run(otherwise)
+
+
+class _Joint:
+    """One work and its transaction."""
+
+    def __init__(self, settling: Settling, claim: Claim, work: Work, session: Joins | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._work = work
+        self._undone: asyncio.Future[Outcome] = self._loop.create_future()
+        self._in_thread: asyncio.Task[None] | None = None
+        self._is_cancelled = False
+        self._settled = asyncio.ensure_future(settling.settle_one(claim, self._effect, session=session))
+
+    async def run(self, otherwise: Outcome) -> Outcome:
+        either: list[asyncio.Future[Any]] = [self._settled, self._undone]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._undone.done():
+                await asyncio.wait([self._settled], timeout=_PATIENCE)
+        except asyncio.CancelledError:
+            self._cancel()
+            await asyncio.wait([self._settled])
+            raise
+        finally:
+            self._settled.add_done_callback(_ignore_result)
+        if self._undone.done():
+            return self._undone.result()
+        try:
+            return DELIVERED if self._settled.result() else otherwise
+        except StoreUnavailable as error:
+            raise SinkUnavailable(str(error)) from error
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True
+        if self._in_thread is not None:
+            self._in_thread.cancel()
+        else:
+            self._settled.cancel()
+
+    def _effect(self, db: sa.Connection) -> None:
+        if db.dialect.is_async:
+            await_only(self._judge(Joined(db)))
+            return
+        thread, work = Thread(), Future[None]()
+        self._loop.call_soon_threadsafe(self._start, Joined(db, thread), work)
+        thread.serve(work)
+
+    def _start(self, joined: Joined, work: Future[None]) -> None:
+        if self._is_cancelled:
+            work.set_exception(_Undone())
+            return
+        self._in_thread = self._loop.create_task(self._judge(joined))
+        # At its very end: the thread serves it until then, also while it is being cancelled.
+        self._in_thread.add_done_callback(lambda task: _pass_on(task, work))
+
+    async def _judge(self, joined: Joined) -> None:
+        outcome = await self._work(joined)
+        if not isinstance(outcome, Delivered):
+            self._undone.set_result(outcome)
+            raise _Undone
+
+
+def _pass_on(task: asyncio.Task[None], work: Future[None]) -> None:
+    error = _Undone() if task.cancelled() else task.exception()
+    if error is None:
+        work.set_result(None)
+    else:
+        work.set_exception(error)
+
+
+def _ignore_result(settled: asyncio.Future[bool]) -> None:
+    # asyncio complains about an exception that nobody asked for.
+    if not settled.cancelled():
+        settled.exception()

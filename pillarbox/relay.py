@@ -34,7 +34,8 @@ from pillarbox.outage import Outage
 from pillarbox.retry import Exponential, Failure, RetryPolicy, describe_error
 from pillarbox.sinks import Sink
 from pillarbox.sinks.order import release_successors
-from pillarbox.stores import Batch, Counts, Effect, Mode, Settlement, Store
+from pillarbox.sources import Source
+from pillarbox.stores import Batch, Counts, Effect, Mode, Settlement
 
 log = logging.getLogger("pillarbox.relay")
 
@@ -45,7 +46,7 @@ HOUSEKEEPING = timedelta(minutes=1)
 
 
 class Relay(Opening):
-    """Delivers the events of one store to one sink.
+    """Delivers the events of one store, or of one source of messages, to one sink.
 
     `claim` is `hold`, `lease`, or `auto`: hold where the sink is quick and the store allows it. `in_flight` batches of
     up to `batch_size` events are under way at once, by default as many as pay off on that store. `dead` says what a
@@ -56,7 +57,7 @@ class Relay(Opening):
 
     def __init__(
         self,
-        store: Store,
+        store: Source,
         sink: Sink,
         *,
         batch_size: int = 500,
@@ -93,11 +94,14 @@ class Relay(Opening):
         self._poll = poll
         self._stop_timeout = stop_timeout
         self._hook = hook or Hook()
+        self.total = Settlement()
+        """What was settled so far."""
         self.mode: Mode = "lease"
         """How the relay claims once it has started; known when it is open."""
         self._was_opened = False
         self._is_open = False
         self._is_sink_open = False
+        self._sink_opening = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._woken = asyncio.Event()
         self._size = batch_size
@@ -117,6 +121,8 @@ class Relay(Opening):
             self._was_opened = True
             await self.store.open()
             self.mode = self._choose_mode()
+            if isinstance(self.sink, JoiningSink):
+                self.sink.check_store(self.store)
             self._is_open = True
 
     async def close(self) -> None:
@@ -320,6 +326,7 @@ class Relay(Opening):
             await batch.abandon()
             raise
         self._size = min(self._batch_size, self._size * 2)
+        self.total += settlement
         self._hook.settled(batch, judged, settlement)
         return settlement
 
@@ -371,6 +378,11 @@ class Relay(Opening):
     async def _open_sink(self) -> None:
         if self._is_sink_open:
             return
+        async with self._sink_opening:
+            if not self._is_sink_open:
+                await self._connect_sink()
+
+    async def _connect_sink(self) -> None:
         try:
             await self.sink.open()
         except SinkUnavailable:
@@ -484,7 +496,7 @@ class Relay(Opening):
         retention: timedelta | None = getattr(self.store, "retention", None)
         while retention is not None:
             try:
-                await self.store.prune(delivered_age=retention)
+                await self.store.prune(delivered_age=retention)  # type: ignore[attr-defined]
             except StoreUnavailable as error:
                 log.debug("Could not prune: %s", error)
             await asyncio.sleep(HOUSEKEEPING.total_seconds())

@@ -59,7 +59,7 @@ class Source:
             check_known(section, [*self._known.sections, *TABLES, "retry"], self.name, kind="table")
             if not isinstance(value, dict) and section not in ("retry", "routes"):
                 raise ConfigError(f"{self.name}: expected a table [{section}], got {show(value)}")
-            if section in self._known.sections and section != "sink":
+            if section in self._known.sections and section not in ("sink", "source"):
                 for key in value:
                     check_known(key, self._known.sections[section], self._where or f"{self.name}, [{section}]")
 

@@ -26,11 +26,15 @@ def session_of(target: Any) -> Session | None:
 
 def is_async(target: object, *names: str) -> bool:
     """Whether an object is one of SQLAlchemy's asynchronous sessions and connections, or one of these."""
+    return is_async_class(type(target), *names)
+
+
+def is_async_class(kind: type, *names: str) -> bool:
+    """Whether a class is, or comes from, one of SQLAlchemy's asynchronous ones."""
     # By name: SQLAlchemy's asyncio package needs greenlet, which a synchronous application may not have.
     wanted = names or ("AsyncConnection", "AsyncSession", "async_scoped_session")
     return any(
-        base.__name__ in wanted and base.__module__.startswith("sqlalchemy.ext.asyncio")
-        for base in type(target).__mro__
+        base.__name__ in wanted and base.__module__.startswith("sqlalchemy.ext.asyncio") for base in kind.__mro__
     )
 
 

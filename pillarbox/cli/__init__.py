@@ -15,8 +15,10 @@ import typer
 
 from pillarbox import __version__
 from pillarbox.cli.bench import bench
+from pillarbox.cli.consume import consume
 from pillarbox.cli.demo import demo
 from pillarbox.cli.events import app as events
+from pillarbox.cli.handlers import app as handlers
 from pillarbox.cli.logs import wants_tracebacks
 from pillarbox.cli.options import UsageError
 from pillarbox.cli.partitions import app as partitions
@@ -51,8 +53,10 @@ def describe(
 
 
 app.command()(relay)
+app.command()(consume)
 app.command()(status)
 app.add_typer(events, name="events")
+app.add_typer(handlers, name="handlers")
 app.command()(prune)
 app.command()(audit)
 app.add_typer(schema, name="schema")

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -119,7 +119,7 @@ def relay(
     if config.sink.url is None and not config.routes:
         raise UsageError("No sink given: use --sink URL, PILLARBOX_SINK, or url under [sink] in pillarbox.toml.")
     tally, remains = asyncio.run(_run(config, drains=drain))
-    log.info("%s", _summarize(tally, remains))
+    log.info("%s", summarize(tally, remains))
     if as_json:
         summary = {**asdict(tally.total), "dropped": tally.dropped}
         if remains is not None:
@@ -150,22 +150,33 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Mapping[str, Cou
     check_stores(config)
     tally = Tally()
     group = config.make_group(hook=tally)
-    _stop_on_signals(group, tally)
-    try:
-        await _open(group, drains=drains)
+
+    async def tell_start() -> None:
         for relay in group.relays.values():
             log.info("%s", _describe_start(config, relay, drains=drains))
         await _warn_of_stranded_rows(config, group)
+
+    return tally, await run_group(group, tally, drains=drains, tell_start=tell_start)
+
+
+async def run_group(
+    group: RelayGroup, tally: Tally, *, drains: bool, tell_start: Callable[[], Awaitable[None]]
+) -> Mapping[str, Counts] | None:
+    """Run relays until a signal comes, or drain them; returns what remains after a drain."""
+    _stop_on_signals(group, tally)
+    try:
+        await _open(group, drains=drains)
+        await tell_start()
         # What is loaded by now stays to the end; a collector that looked through it again and again would cost
         # about a seventh of its time.
         gc.collect()
         gc.freeze()
         if not drains:
             await group.run()
-            return tally, None
+            return None
         # A drain does not wait for a destination that is down, it fails with the reason: once is enough.
         logging.getLogger("pillarbox.breaker").setLevel(logging.ERROR)
-        return tally, await group.drain()
+        return await group.drain()
     except SinkUnavailable as error:
         raise SinkUnavailable(tally.reason or str(error)) from error
     finally:
@@ -214,7 +225,8 @@ def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:
     )
 
 
-def _summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:
+def summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:
+    """What was done and what is left, in one line."""
     total = tally.total
     done = f"{total.delivered} delivered, {total.retried} to retry, {total.dead} dead"
     if tally.dropped:

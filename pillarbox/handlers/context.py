@@ -9,6 +9,8 @@ from typing import Any
 from uuid import UUID
 
 from pillarbox.event import Claim, Event
+from pillarbox.inbox.message import ID_HEADER
+from pillarbox.notifications.context import ActionContext, read_action
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,17 @@ class Context:
     def attempt(self) -> int:
         """Counts from 1."""
         return self.claim.attempt
+
+    @property
+    def message_id(self) -> str:
+        """The id of the message that a broker delivered the event with; without one it is the event's own."""
+        read = getattr(self.claim.row, "read", None)
+        return str(self.headers.get(ID_HEADER, self.id) if read is None else read.id)
+
+    @property
+    def action(self) -> ActionContext | None:
+        """The action that emitted the event, where it comes from an action log."""
+        return read_action(self.claim)
 
 
 Next = Callable[[], Awaitable[object]]

@@ -15,6 +15,12 @@ MAX_LENGTH: Final = 255
 # Ids of messages that are not UUIDs become one under this name, the same every time.
 NAMESPACE: Final = UUID("6d1c1e9e-5b0f-4d55-9d0c-0a6a8b3f2f61")
 
+# The headers in which a stored message keeps what its row has no column for.
+ID_HEADER: Final = "pillarbox-message-id"
+SOURCE_HEADER: Final = "pillarbox-message-source"
+GROUP_HEADER: Final = "pillarbox-message-group"
+TIME_HEADER: Final = "pillarbox-message-time"
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Message:
@@ -42,9 +48,15 @@ class Message:
         **fields: Any,
     ) -> None:
         put = object.__setattr__
-        put(self, "id", _check("id", str(id)))
-        put(self, "group", _check("group", group))
-        put(self, "source", _check("source", source, may_be_empty=True))
+        text = str(id)
+        # Nearly every message has nothing odd in it, and this is asked of each.
+        if not (_is_plain(text) and _is_plain(group) and (source == "" or _is_plain(source))):
+            _check("id", text)
+            _check("group", group)
+            _check("source", source, may_be_empty=True)
+        put(self, "id", text)
+        put(self, "group", group)
+        put(self, "source", source)
         if event is None:
             if type is None:
                 raise InvalidEvent(f"Message {id!r}: expected a type and a payload, or an event")
@@ -79,11 +91,28 @@ def make_event_id(text: str) -> UUID:
         return uuid5(NAMESPACE, text)
 
 
+def _is_plain(text: str) -> bool:
+    return type(text) is str and 0 < len(text) <= MAX_LENGTH and text.isprintable()
+
+
 def _check(name: str, value: object, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str) or not (value or may_be_empty):
         raise InvalidEvent(f"Message {name}: expected text, got {value!r}")
     if len(value) > MAX_LENGTH:
         raise InvalidEvent(f"Message {name}: {len(value)} characters, at most {MAX_LENGTH} fit; got {value[:40]!r}…")
-    if "\0" in value:
-        raise InvalidEvent(f"Message {name}: a zero byte has no place in it; got {value!r}")
+    if not is_writable(value):
+        raise InvalidEvent(f"Message {name}: zero and surrogate characters have no place in it; got {value!r}")
     return value
+
+
+def is_writable(text: str) -> bool:
+    """Whether a text has a form in UTF-8, and no zero in it."""
+    if text.isprintable():
+        return True
+    if "\0" in text:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -8,9 +8,11 @@ from difflib import get_close_matches
 import sqlalchemy as sa
 
 from pillarbox.errors import LayoutError
+from pillarbox.layouts.actions import actions_layout, actions_notifications_layout
 from pillarbox.layouts.debezium import debezium_layout
 from pillarbox.layouts.ekbatan import ekbatan_layout, ekbatan_notifications_layout
 from pillarbox.layouts.faststream import faststream_dlq_layout, faststream_layout
+from pillarbox.layouts.inbox_tables import inbox_layout
 from pillarbox.layouts.layout import Delete, Feature, Layout, Lease, Move, Order, Update
 from pillarbox.layouts.omnibox import (
     omnibox_inbox_layout,
@@ -37,11 +39,14 @@ __all__ = [
 ]
 
 _LAYOUTS: dict[str, Callable[[], Layout]] = {
+    "actions": actions_layout,
+    "actions-notifications": actions_notifications_layout,
     "debezium": debezium_layout,
     "ekbatan": ekbatan_layout,
     "ekbatan-notifications": ekbatan_notifications_layout,
     "faststream": faststream_layout,
     "faststream-dlq": faststream_dlq_layout,
+    "inbox": inbox_layout,
     "omnibox": omnibox_layout,
     "omnibox-inbox": omnibox_inbox_layout,
     "omnibox-inbox-partitioned": omnibox_inbox_partitioned_layout,

@@ -30,6 +30,10 @@ _FIELDS: Final = {
     "correlation_id": "action_id",
     "created_at": "event_date",
 }
+_EXTRA: Final = (
+    *("namespace", "action_id", "action_name", "action_params", "started_date", "completion_date"),
+    *("model_type", "model_id", "event_date", "handler_name", "created_date"),
+)
 _FALLBACKS: Final = {"topic": from_type, "aggregate_id": lambda event, row: event.key, **JSON_PAYLOAD}
 
 
@@ -53,16 +57,23 @@ def _notifications(table: sa.Table) -> tuple[str, str | None]:
 
 
 def ekbatan_layout() -> Layout:
-    return Layout(
+    return make_log_layout(
         name="ekbatan",
         table=tables.TABLE,
         schema=tables.SCHEMA,
         databases=_DATABASES,
         declare=tables.declare_base,
+    )
+
+
+def make_log_layout(**place: Any) -> Layout:
+    """An event log of these columns: what it is called, where its tables are and how they are declared."""
+    return Layout(
+        **place,
         rows=("id",),
         fields=_FIELDS,
         fallbacks=_FALLBACKS,
-        check=lambda event: check_object(event, layout="ekbatan", is_empty_allowed=True),
+        check=lambda event: check_object(event, layout=place["name"], is_empty_allowed=True),
         put=_put,
         created="event_date",
         ready=_is_open,
@@ -82,6 +93,16 @@ _PENDING: Final = literal("PENDING")
 _FAILED: Final = literal("FAILED")
 _SUCCEEDED: Final = literal("SUCCEEDED")
 _EXPIRED: Final = literal("EXPIRED")
+
+
+def ekbatan_notifications_layout() -> Layout:
+    return make_notifications_layout(
+        name="ekbatan-notifications",
+        table=tables.TABLE,
+        schema=tables.SCHEMA,
+        databases=_DATABASES,
+        declare=_declare_notifications,
+    )
 
 
 def _declare_notifications(
@@ -113,15 +134,14 @@ def _is_claimed(c: Any) -> Any:
     return (c.state == _PENDING) & (c.attempts > 0)
 
 
-def ekbatan_notifications_layout() -> Layout:
+def make_notifications_layout(**place: Any) -> Layout:
+    """Notifications of these columns: what they are called, where their table is and how it is declared."""
     return Layout(
-        name="ekbatan-notifications",
-        table=tables.TABLE,
-        schema=tables.SCHEMA,
-        databases=_DATABASES,
-        declare=_declare_notifications,
+        **place,
         rows=("id",),
-        fields={**_FIELDS, "id": "event_id"},
+        # Its age is that of the notification: a handler that comes late has as much time for it as any other.
+        fields={**_FIELDS, "id": "event_id", "created_at": "created_date"},
+        extra=_EXTRA,
         fallbacks=_FALLBACKS,
         put=None,
         attempts="attempts",

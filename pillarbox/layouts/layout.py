@@ -217,6 +217,8 @@ class Layout:
     """The header in which an event field travels for which the table has no column."""
     fallbacks: Mapping[str, Fallback] = field(default_factory=dict)
     """What a field is that neither a column nor a header gives."""
+    extra: tuple[str, ...] = ()
+    """Columns that are no fields of an event but that handlers want: a claim has their values by name."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What is written for an event field that is None, where the column does not take NULL."""
     check: Callable[[Any], None] | None = None

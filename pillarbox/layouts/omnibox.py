@@ -147,7 +147,8 @@ def _layout(
         declare=declare,
         rows=("id", "created_at") if is_partitioned else ("id",),
         fields=fields,
-        carried=header_names(fields),
+        # An inbox has no column for the topic: its source is whatever the consumer says that it is.
+        carried=header_names(fields, **({"topic": "pillarbox-topic"} if is_inbox else {})),
         fallbacks=fallbacks,
         absent={"max_attempts": MAX_ATTEMPTS},
         check=_check(name),
@@ -160,6 +161,7 @@ def _layout(
         delivered_at="completed_at",
         ready=lambda c: _is_free(c) & (c.scheduled_at <= now()),
         order_by=("scheduled_at", "created_at", "id"),
+        recipient="consumer_group" if is_inbox else None,
         waits=(
             Wait("scheduled_at", lambda c: _is_free(c) & (c.scheduled_at > now())),
             Wait("locked_at", _is_held, plus_lease=True),

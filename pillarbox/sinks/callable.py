@@ -6,9 +6,9 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from pillarbox.durations import format_duration
 from pillarbox.errors import ConfigError, SinkUnavailable
@@ -17,6 +17,12 @@ from pillarbox.retry import describe_error
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.threads import finish
 from pillarbox.sinks.workers import send_groups
+
+
+class Submitting(Protocol):
+    """A thread, or several."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]: ...
 
 
 class CallableSink:
@@ -104,12 +110,10 @@ class CallableSink:
         finally:
             self._slots.release()
 
-    async def _call_in_thread(self, argument: object) -> object:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="pillarbox-sink")
+    async def _call_in_thread(self, argument: object, thread: Submitting | None = None) -> object:
         context = contextvars.copy_context()
         try:
-            call = self._threads.submit(context.run, _catch, self._function, argument)
+            call = (thread or self._get_threads()).submit(context.run, _catch, self._function, argument)
         except RuntimeError:  # the interpreter is going down
             self._slots.release()
             raise
@@ -126,9 +130,15 @@ class CallableSink:
         # A sync function may hand back a coroutine, as a lambda around an async one does.
         return await self._limit(result) if inspect.isawaitable(result) else result
 
+    def _get_threads(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="pillarbox-sink")
+        return self._threads
+
     async def _limit(self, awaitable: Awaitable[object]) -> object:
-        seconds = None if self._timeout is None else self._timeout.total_seconds()
-        limit = asyncio.timeout(seconds)
+        if self._timeout is None:
+            return await awaitable
+        limit = asyncio.timeout(self._timeout.total_seconds())
         try:
             async with limit:
                 return await awaitable

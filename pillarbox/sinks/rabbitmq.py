@@ -117,7 +117,7 @@ class RabbitmqSink:
     def from_url(cls, url: SinkUrl) -> RabbitmqSink:
         is_secure = url.scheme == "amqps"
         options = read_options(url, {**_OPTIONS, **(TLS_OPTIONS if is_secure else {})})
-        connect = _make_connect(url, options, is_secure=is_secure)
+        connect = make_connect(url, options, is_secure=is_secure)
         others = {"heartbeat", *TLS_OPTIONS, *FORM_OPTIONS}
         chosen = {name: value for name, value in options.items() if name not in others}
         return cls(connect, name=url.name, **chosen, **form_options(options))
@@ -297,7 +297,8 @@ def _close(claims: Sequence[Claim], outcomes: Sequence[Outcome | None]) -> list[
     return closed if all(outcome is DELIVERED for outcome in closed) else release_successors(claims, closed)
 
 
-def _make_connect(url: SinkUrl, options: dict[str, Any], *, is_secure: bool) -> Connect:
+def make_connect(url: SinkUrl, options: dict[str, Any], *, is_secure: bool) -> Connect:
+    """Return a function that connects to the first server of the url that answers."""
     heartbeat: timedelta = options.get("heartbeat", HEARTBEAT)
     seconds = int(heartbeat.total_seconds())
     if seconds != heartbeat.total_seconds() or seconds >= 65_535:

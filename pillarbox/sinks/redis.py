@@ -115,7 +115,7 @@ class RedisSink:
     def from_url(cls, url: SinkUrl) -> RedisSink:
         is_secure = url.scheme == "rediss"
         options = read_options(url, {**_OPTIONS, **(TLS_OPTIONS if is_secure else {})})
-        client = _make_client(url, options, is_secure=is_secure)
+        client = make_client(url, options, is_secure=is_secure)
         names = ("stream", "mode", "maxlen", "create", "timeout")
         chosen = {name: options[name] for name in names if name in options}
         sink = cls(client, name=url.name, **chosen, **form_options(options))
@@ -203,7 +203,7 @@ def _pack(*words: Any) -> Command:
         raise Refused(f"Text that has no form in UTF-8: {error}") from None
 
 
-def _make_client(url: SinkUrl, options: dict[str, Any], *, is_secure: bool) -> Redis | RedisCluster:
+def make_client(url: SinkUrl, options: dict[str, Any], *, is_secure: bool) -> Redis | RedisCluster:
     (host, port), *others = read_servers(url, port=6379)
     user, password = read_login(url)
     database = read_path(url) or "0"

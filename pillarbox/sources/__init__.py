@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import Protocol
 
 from pillarbox.event import Claim
-from pillarbox.stores import Batch, Counts, Mode
+from pillarbox.sources.reading import Raw
+from pillarbox.stores import Batch, Counts, Joins, Mode
 
 
 class Source(Protocol):
@@ -27,6 +28,7 @@ class Source(Protocol):
     name: str
     modes: frozenset[Mode]
     in_flight: int
+    joins: frozenset[Joins]
 
     @property
     def lease(self) -> timedelta: ...
@@ -58,14 +60,21 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message that can never be handled, and why."""
+    """A message that can never be handled, and why; `raw` is the message as the broker handed it over."""
 
     claim: Claim
     error: str
+    raw: Raw | None = None
 
 
 class DeadLetters(Protocol):
     """Where a source writes the messages that are dead."""
 
     async def bury(self, letters: Sequence[Letter]) -> None:
-        """Write them all, for good; raises `StoreUnavailable` when that is not possible now."""
+        """Write them all, for good; raises `StoreUnavailable` when that is not possible now.
+
+        A letter comes again when the process died before the broker heard of it: it is known by its event's id.
+        """
+
+    async def close(self) -> None:
+        """Let go of what it is connected to; the source is closed. It may be used again."""

@@ -10,16 +10,19 @@ from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from json import JSONDecoder
 from types import MappingProxyType
 from typing import Any, Final
 
 import orjson
 
-from pillarbox.codec import JSON
+from pillarbox.codec import JSON, is_json
 from pillarbox.event import BYTES, EVENT_FIELDS, LIMITS, Event, load_event
 from pillarbox.inbox.message import make_event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
+# What our sinks put before a header of theirs whose name the event has taken.
+_PREFIX: Final = "pillarbox-"
 _OWN: Final = {
     "event-type": "type",
     "event-key": "key",
@@ -40,7 +43,7 @@ _CLOUD: Final = {
     "causationid": "causation_id",
     "schemaversion": "schema_version",
 }
-_CLOUD_OTHER: Final = frozenset({"specversion", "id", "time", "datacontenttype", "data", "data_base64", "dataschema"})
+_CLOUD_OTHER: Final = frozenset({"specversion", "id", "time", "datacontenttype", "data", "data_base64"})
 
 
 @dataclass(slots=True)
@@ -58,78 +61,95 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The message's id, its event, and why it cannot be read if it cannot."""
+    """The message's id, its event, why it cannot be read if it cannot, and the message as it came."""
 
     id: str
     event: Event
     defect: str | None = None
+    raw: Raw | None = None
 
 
 def read_message(raw: Raw, *, ce_prefix: str = "ce-") -> Read:
     """Read a message; never raises."""
     try:
         return _read(raw, ce_prefix)
-    except (ValueError, TypeError) as error:
-        fields = {"type": raw.topic[: LIMITS["type"]] or "?", "content_type": BYTES}
-        return Read(raw.id, _load(raw, raw.id, fields, {}, raw.body, None), f"Message cannot be read: {error}")
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        fields = {"type": raw.topic[: LIMITS["type"]] or "?", "content_type": raw.content_type or BYTES}
+        headers = {
+            name: value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
+            for name, value in raw.headers.items()
+        }
+        event = _load(raw, raw.id, fields, headers, raw.body, None)
+        return Read(raw.id, event, f"Message cannot be read: {error}", raw)
 
 
 def _read(raw: Raw, ce_prefix: str) -> Read:
-    headers = {name: _as_text(name, value) for name, value in raw.headers.items() if value is not None}
+    headers = {name: _as_text(name, value) for name, value in raw.headers.items()}
     named = {name.lower(): name for name in headers}
-    content_type = raw.content_type or headers.get(named.get("content-type", ""))
-    if content_type is not None and content_type.partition(";")[0].strip() == STRUCTURED:
+    content_type = raw.content_type
+    if content_type is None:
+        content_type = _take(headers, named, "content-type")
+    if content_type is not None and content_type.partition(";")[0].strip().lower() == STRUCTURED:
         return _read_structured(raw, headers)
-    if f"{ce_prefix}specversion" in named and f"{ce_prefix}id" in named:
-        return _read_binary(raw, headers, ce_prefix, content_type)
-    return _read_own(raw, headers, content_type)
+    prefix = ce_prefix.lower()
+    if f"{prefix}specversion" in named and f"{prefix}id" in named:
+        return _read_binary(raw, headers, named, prefix, content_type)
+    return _read_own(raw, headers, named, content_type)
 
 
-def _read_own(raw: Raw, headers: dict[str, str], content_type: str | None) -> Read:
-    def take(name: str) -> str | None:
-        # Where the event had a header of that name, ours has a prefix and the event's stays.
-        return headers.pop(f"pillarbox-{name}", None) or headers.pop(name, None)
-
-    message_id = take("event-id") or raw.id
-    time = take("event-time")
-    fields = {field: value for name, field in _OWN.items() if (value := take(name)) is not None}
-    take("content-type")
+def _read_own(raw: Raw, headers: dict[str, str | None], named: dict[str, str], content_type: str | None) -> Read:
+    message_id = _take(headers, named, "event-id") or raw.id
+    time = _take(headers, named, "event-time")
+    found = {field: _take(headers, named, name) for name, field in _OWN.items()}
+    fields = {field: value for field, value in found.items() if value is not None}
     fields["content_type"] = content_type or BYTES
-    return Read(message_id, _load(raw, message_id, fields, headers, raw.body, time))
+    return Read(message_id, _load(raw, message_id, fields, headers, raw.body, time), raw=raw)
 
 
-def _read_binary(raw: Raw, headers: dict[str, str], prefix: str, content_type: str | None) -> Read:
-    attributes = {name[len(prefix) :]: value for name, value in headers.items() if name.lower().startswith(prefix)}
-    others = {
-        name: value
-        for name, value in headers.items()
-        if not name.lower().startswith(prefix) and name.lower() != "content-type"
-    }
-    return _from_cloud(raw, attributes, others, raw.body, content_type)
+def _read_binary(
+    raw: Raw, headers: dict[str, str | None], named: dict[str, str], prefix: str, content_type: str | None
+) -> Read:
+    # Only the names that are there: an attribute is whatever begins with the prefix.
+    names = [name for name in named if name.startswith(prefix)]
+    attributes = {name[len(prefix) :]: _take(headers, named, name) for name in names}
+    return _from_cloud(raw, attributes, headers, raw.body, content_type)
 
 
-def _read_structured(raw: Raw, headers: dict[str, str]) -> Read:
+def _read_structured(raw: Raw, headers: dict[str, str | None]) -> Read:
     document = orjson.loads(raw.body)
     if not isinstance(document, dict) or "id" not in document:
         raise ValueError("expected a CloudEvent, an object with an id")
     content_type = document.get("datacontenttype", JSON)
+    if not isinstance(content_type, str):
+        raise ValueError(f"expected datacontenttype to be text, got {content_type!r}")
     if "data_base64" in document:
         body = b64decode(document["data_base64"], validate=True)
+    elif isinstance(document.get("data"), str) and not is_json(content_type):
+        body = document["data"].encode()
+    elif "data" in document:
+        body = _cut_out(raw.body.decode(), "data").encode()
     else:
-        data = document.get("data")
-        body = data.encode() if isinstance(data, str) and "json" not in content_type else orjson.dumps(data)
-    others = {name: value for name, value in headers.items() if name.lower() != "content-type"}
-    return _from_cloud(raw, document, others, body, content_type)
+        body = b""
+    return _from_cloud(raw, document, headers, body, content_type)
 
 
 def _from_cloud(
-    raw: Raw, attributes: Mapping[str, Any], headers: dict[str, str], body: bytes, content_type: str | None
+    raw: Raw,
+    attributes: Mapping[str, Any],
+    headers: dict[str, str | None],
+    body: bytes,
+    content_type: str | None,
 ) -> Read:
     fields = {field: str(attributes[name]) for name, field in _CLOUD.items() if attributes.get(name) is not None}
     fields["content_type"] = content_type or BYTES
-    extensions = {name: value for name, value in attributes.items() if name not in _CLOUD and name not in _CLOUD_OTHER}
+    extensions = {
+        name: value if isinstance(value, str | int | float | None) else orjson.dumps(value).decode()
+        for name, value in attributes.items()
+        if name not in _CLOUD and name not in _CLOUD_OTHER
+    }
     message_id = str(attributes["id"])
-    return Read(message_id, _load(raw, message_id, fields, {**extensions, **headers}, body, attributes.get("time")))
+    event = _load(raw, message_id, fields, {**extensions, **headers}, body, attributes.get("time"))
+    return Read(message_id, event, raw=raw)
 
 
 def _load(
@@ -147,8 +167,38 @@ def _load(
     return load_event(*values.values())
 
 
-def _as_text(name: str, value: str | bytes) -> str:
-    if isinstance(value, str):
+def _take(headers: dict[str, str | None], named: dict[str, str], name: str) -> str | None:
+    """Take out the header that our sink wrote: of those that differ by the prefix alone, the one with most of it."""
+    while _PREFIX + name in named:
+        name = _PREFIX + name
+    return headers.pop(named[name], None) if name in named else None
+
+
+def _cut_out(document: str, member: str) -> str:
+    """The text of one member of a JSON object, as it stands there: parsing it and writing it again changes numbers."""
+    parse = JSONDecoder().raw_decode
+    found = ""
+    position = _skip(document, document.index("{") + 1)
+    while document[position] != "}":
+        name, position = parse(document, position)
+        start = _skip(document, _skip(document, position) + 1)
+        _, position = parse(document, start)
+        if name == member:
+            found = document[start:position]
+        position = _skip(document, position)
+        if document[position] == ",":
+            position = _skip(document, position + 1)
+    return found
+
+
+def _skip(text: str, position: int) -> int:
+    while text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _as_text(name: str, value: str | bytes | None) -> str | None:
+    if not isinstance(value, bytes):
         return value
     try:
         return value.decode()

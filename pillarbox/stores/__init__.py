@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 from uuid import UUID
 
 from pillarbox.event import Claim, Outcome
 
+# Whoever joins a transaction may be idle in it for so long; a lost host's is ended then.
+JOIN_DEADLINE: Final = timedelta(hours=1)
+
+Joins = Literal["sync", "async"]
 Mode = Literal["hold", "lease"]
 Effect = Callable[[Any], None]
 """What is to commit together with a settlement: called with the database connection of that transaction."""
@@ -41,10 +45,12 @@ class Batch(Protocol):
     - `settle` takes one outcome a claim, in order, with every `Retry` carrying its delay; what it writes is one
       transaction. A claim whose fence is no longer in its row changes nothing and is counted as lost. An `effect`
       commits with it; when a claim is lost there is neither effect nor settlement, and what is still ours is released.
-    - `settle_one` settles one claim as delivered, before the others and together with an effect that follows it in the
-      same transaction: false when the claim was lost, and then there was no effect. An error of the effect undoes both
-      and passes; the claim is still to be settled. A claim settled so is left alone by what comes later. A held batch has
-      one transaction for all its claims and cannot do this.
+    - `settle_one` runs an effect and settles one claim as delivered in the same transaction, before the others: false
+      when the claim was lost, and then the effect is undone. An error of the effect undoes it and passes; the claim is
+      still to be settled. A claim settled so is left alone by what comes later. After a conflict with other
+      transactions the effect runs again. Where the database has both, `session` says whether its driver is to be a
+      plain or an asynchronous one; with a plain one the effect runs in a thread. A held batch has one transaction for
+      all its claims and cannot do this.
     - `renew` extends the claims that are still ours and returns the others; a held batch has nothing to renew.
     - `abandon` gives every claim back untried; it may be called after a failed `settle` and never raises for a lost
       connection, because then the database gives them back by itself.
@@ -68,7 +74,7 @@ class Batch(Protocol):
         self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
     ) -> Settlement: ...
 
-    async def settle_one(self, claim: Claim, effect: Effect) -> bool: ...
+    async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool: ...
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]: ...
 
@@ -166,6 +172,8 @@ class Store(Protocol):
     """The ways of claiming that layout, database and connection allow."""
     in_flight: int
     """How many batches under way at once pay off."""
+    joins: frozenset[Joins]
+    """What kinds of sessions can be made on the transaction of `Batch.settle_one`; none where it has no such thing."""
 
     @property
     def lease(self) -> timedelta:

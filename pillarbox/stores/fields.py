@@ -17,6 +17,8 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from pillarbox.codec import decode_json
 from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, Event, Loader, compile_loader, load_event
+from pillarbox.layouts.clock import UuidText
+from pillarbox.layouts.foreign import NativeUuid
 from pillarbox.layouts.layout import Layout
 
 UNREADABLE = (ValueError, TypeError, AttributeError)
@@ -25,18 +27,20 @@ FIRST_FIELD = 6
 
 
 def raw_fields(layout: Layout, table: Any) -> list[ColumnElement[Any]]:
-    """The columns of an event in the order of its fields, NULL where the table has none."""
-    return [
-        _raw(table.c[layout.fields[name]], name).label(f"field_{name}")
+    """The columns of an event in the order of its fields, NULL where the table has none; then the layout's extra."""
+    fields = [
+        _raw(table.c[layout.fields[name]], name in ("payload", "headers")).label(f"field_{name}")
         if name in layout.fields
         else sa.null().label(f"field_{name}")
         for name in EVENT_FIELDS
     ]
+    extra = [table.c[name] for name in layout.extra if name in table.c]
+    return [*fields, *(_raw(column, True).label(f"extra_{column.name}") for column in extra)]
 
 
-def _raw(column: Any, name: str) -> ColumnElement[Any]:
+def _raw(column: Any, may_be_document: bool) -> ColumnElement[Any]:
     # JSON as the database's own text: a payload goes on as it is, and a driver takes headers apart more slowly.
-    is_document = name in ("payload", "headers") and isinstance(column.type, sa.JSON)
+    is_document = may_be_document and isinstance(column.type, sa.JSON)
     plain: ColumnElement[Any] = sa.cast(column, sa.Text) if is_document else sa.type_coerce(column, sa.types.NullType())
     return plain
 
@@ -100,17 +104,46 @@ class ClaimLoader:
     def __init__(self, layout: Layout, table: sa.Table, dialect: str, offset: int = FIRST_FIELD) -> None:
         self._events = EventLoader(layout, table, dialect, offset)
         self._read = self._events.read
+        self._extra = [
+            (name, index, _decoder_of(table.c[name].type, dialect))
+            for index, name in enumerate(layout.extra, start=offset + len(EVENT_FIELDS))
+        ]
+        self.make: Callable[[Sequence[Any], Any, int], Claim] = self._make_more if layout.extra else self._make
 
     def load(self, row: Sequence[Any]) -> Claim:
         """A claim for a picked row; a row that does not decode makes a claim that says so."""
         return self.make(row, row[4], row[5])
 
-    def make(self, row: Sequence[Any], row_id: Any, attempts: int) -> Claim:
+    def _make(self, row: Sequence[Any], row_id: Any, attempts: int) -> Claim:
         try:
             return Claim(row_id, self._read(row, row_id), attempts + 1)
         except UNREADABLE:
             event, defect = self._events.load(row, row_id)
             return Claim(row_id, event, attempts + 1, defect=f"Row {row_id}: {defect}")
+
+    def _make_more(self, row: Sequence[Any], row_id: Any, attempts: int) -> Claim:
+        claim = self._make(row, row_id, attempts)
+        extra: dict[str, Any] = {}
+        for name, index, decode in self._extra:
+            value = row[index]
+            try:
+                extra[name] = value if value is None or decode is None else decode(value)
+            except UNREADABLE as error:
+                claim.defect = claim.defect or f"Row {row_id}, column {name!r}: {error}"
+        claim.extra = extra
+        return claim
+
+
+def _decoder_of(type: Any, dialect: str) -> Callable[[Any], Any] | None:
+    """How a column's value as the driver gives it is read, by the column's type; None: it is taken as it is."""
+    if isinstance(type, sa.JSON):
+        return decode_json
+    kind = getattr(type, "impl", type)
+    if isinstance(kind, sa.DateTime):
+        return _decode_time
+    if isinstance(type, NativeUuid | UuidText):
+        return _plain_uuid if dialect == "postgresql" else _read_uuid
+    return None
 
 
 def _decoders(layout: Layout, table: sa.Table, dialect: str) -> dict[str, Callable[[Any], Any]]:
@@ -121,7 +154,7 @@ def _decoders(layout: Layout, table: sa.Table, dialect: str) -> dict[str, Callab
     for name in ("due_at", "created_at"):
         if name in layout.fields and not (is_postgres and getattr(table.c[layout.fields[name]].type, "timezone", True)):
             decoders[name] = _decode_time
-    payload = table.c[layout.fields["payload"]].type
+    payload = table.c[layout.fields["payload"]].type if "payload" in layout.fields else None
     # SQLite's columns hold whatever was written into them.
     if not isinstance(payload, sa.LargeBinary) or dialect == "sqlite":
         decoders["payload"] = _text_to_bytes

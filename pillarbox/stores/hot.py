@@ -8,49 +8,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult, Dialect
 from sqlalchemy.sql.compiler import SQLCompiler
 
 
+class _Form(NamedTuple):
+    """A statement as one driver wants it; without text where that depends on the parameters."""
+
+    sql: str | None
+    bind: Callable[[Mapping[str, Any]], Any]
+
+
 class Hot:
-    """A statement that is compiled when it first runs and then handed to the driver as text."""
+    """A statement that is compiled when it first runs with a driver, and then handed to that driver as text."""
 
     def __init__(self, statement: Any) -> None:
         self._statement = statement
-        self._sql: str | None = None
-        self._bind: Callable[[Mapping[str, Any]], Any] = dict
-        self._is_expanding = False
+        self._forms: dict[str, _Form] = {}
 
     def execute(self, db: sa.Connection, params: Mapping[str, Any]) -> CursorResult[Any]:
-        if self._sql is None and not self._is_expanding:
-            self._compile(db.dialect)
-        if self._is_expanding or self._sql is None:
-            result: CursorResult[Any] = db.execute(self._statement, params)
-            return result
-        return db.exec_driver_sql(self._sql, self._bind(params))
+        return self._execute(db, params, self._form(db.dialect))
 
     def fetch(self, db: sa.Connection, params: Mapping[str, Any]) -> Sequence[Any]:
         """The rows as the driver gives them: SQLAlchemy's own are made one by one and nobody reads them by name."""
-        result = self.execute(db, params)
-        if self._is_expanding:
+        form = self._form(db.dialect)
+        result = self._execute(db, params, form)
+        if form.sql is None:
             return result.all()
         rows: Sequence[Any] = result.cursor.fetchall()
         result.close()
         return rows
 
-    def _compile(self, dialect: Dialect) -> None:
+    def _execute(self, db: sa.Connection, params: Mapping[str, Any], form: _Form) -> CursorResult[Any]:
+        if form.sql is not None:
+            return db.exec_driver_sql(form.sql, form.bind(params))
+        result: CursorResult[Any] = db.execute(self._statement, params)
+        return result
+
+    def _form(self, dialect: Dialect) -> _Form:
+        found = self._forms.get(dialect.driver)
+        if found is None:
+            found = self._forms[dialect.driver] = self._compile(dialect)
+        return found
+
+    def _compile(self, dialect: Dialect) -> _Form:
         compiled: SQLCompiler = self._statement.compile(dialect=dialect)
         # The text of a list of parameters depends on its length.
         if any(bind.expanding for bind in compiled.binds.values()):
-            self._is_expanding = True
-            return
-        self._bind = _make_binder(compiled, dialect)
-        self._sql = str(compiled)
-        if dialect.name in ("mysql", "mariadb"):
-            self._sql = _given_first(self._sql)
+            return _Form(None, dict)
+        sql = str(compiled)
+        return _Form(
+            _given_first(sql) if dialect.name in ("mysql", "mariadb") else sql, _make_binder(compiled, dialect)
+        )
 
 
 def _given_first(sql: str) -> str:

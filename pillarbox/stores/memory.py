@@ -29,7 +29,7 @@ from pillarbox.event import (
     Retry,
     load_event,
 )
-from pillarbox.stores import Counts, Effect, Entry, Filter, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores import Counts, Effect, Entry, Filter, Joins, Mode, Pruned, Record, Settlement, State
 
 _SHOWN = tuple(Record.__dataclass_fields__)
 LAPSED = "The lease lapsed: the relay that held this event died or stalled."
@@ -97,7 +97,7 @@ class MemoryBatch:
         self._is_settled = True
         return settlement
 
-    async def settle_one(self, claim: Claim, effect: Effect) -> bool:
+    async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool:
         raise Unsupported(f"Store {self._store.name}: there is no transaction that an effect could join")
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]:
@@ -120,6 +120,7 @@ class MemoryStore:
     retention: timedelta | None = None
     name: str = "memory:"
     modes: frozenset[Mode] = frozenset({"hold", "lease"})
+    joins: frozenset[Joins] = frozenset()
     in_flight = 2
     lease = timedelta(seconds=30)
     keeps_order = True

@@ -12,13 +12,14 @@ from typing import Any
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pillarbox.errors import MissingExtra
-from pillarbox.stores import Mode
+from pillarbox.stores import JOIN_DEADLINE, Mode
 from pillarbox.stores.server import HOLD_DEADLINE, AsyncSqlStore
 
 _SECONDS = int(HOLD_DEADLINE.total_seconds())
+_JOIN_SECONDS = int(JOIN_DEADLINE.total_seconds())
 
 
 class MySqlStore(AsyncSqlStore):
@@ -33,16 +34,30 @@ class MySqlStore(AsyncSqlStore):
         except ImportError as error:
             raise MissingExtra("MySQL and MariaDB", "mysql") from error
         super().__init__(url, *args, **options)
-        self._engine = create_async_engine(
-            url.set(drivername="mysql+aiomysql").update_query_dict({"charset": "utf8mb4"}),
-            isolation_level="READ COMMITTED",
-            json_deserializer=orjson.loads,
-            pool_size=10,
-            # A transaction idle for this long belongs to a lost host; a connection in the pool must not get that old.
-            connect_args={"init_command": f"SET SESSION wait_timeout = {_SECONDS + 1}"},
-            pool_recycle=_SECONDS,
-        )
+        self._engine = _make_engine(url, _SECONDS)
+
+    def _open_joined(self) -> AsyncEngine:
+        return _make_engine(self.url, _JOIN_SECONDS, most=-1)
+
+    def _open_plain(self) -> sa.Engine:
+        return sa.create_engine(self.url.set(drivername="mysql+pymysql"), **_engine_options(_JOIN_SECONDS, most=-1))
 
     async def wait(self, timeout: timedelta) -> bool:
         await asyncio.sleep(timeout.total_seconds())
         return False
+
+
+def _make_engine(url: sa.URL, seconds: int, *, most: int = 10) -> AsyncEngine:
+    return create_async_engine(url.set(drivername="mysql+aiomysql"), **_engine_options(seconds, most=most))
+
+
+def _engine_options(seconds: int, *, most: int) -> dict[str, Any]:
+    return {
+        "isolation_level": "READ COMMITTED",
+        "json_deserializer": orjson.loads,
+        "pool_size": 10,
+        "max_overflow": most,
+        # A transaction idle for this long belongs to a lost host; a connection in the pool must not get that old.
+        "connect_args": {"charset": "utf8mb4", "init_command": f"SET SESSION wait_timeout = {seconds + 1}"},
+        "pool_recycle": seconds,
+    }

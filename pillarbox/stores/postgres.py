@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import NullPool
 
 from pillarbox.errors import ConfigError, MissingExtra, StoreUnavailable
-from pillarbox.stores import Mode
+from pillarbox.stores import JOIN_DEADLINE, Joins, Mode
 from pillarbox.stores.server import HOLD_DEADLINE, AsyncSqlStore
 from pillarbox.stores.sql import T, Work, is_refused
 from pillarbox.wakeup import PostgresListener, channel_name
@@ -26,6 +26,7 @@ log = logging.getLogger("pillarbox.store")
 
 # In milliseconds; statement_timeout does not bound a hold, which is idle between its statements.
 IDLE_TIMEOUT = str(int(HOLD_DEADLINE.total_seconds() * 1000) + 1000)
+JOIN_TIMEOUT = str(int(JOIN_DEADLINE.total_seconds() * 1000))
 
 
 class PostgresStore(AsyncSqlStore):
@@ -61,6 +62,7 @@ class PostgresStore(AsyncSqlStore):
         self._wants_notify = notify
         self._listener: PostgresListener | None = None
         self._connected: AsyncEngine | None = None
+        self._connecting = asyncio.Lock()
 
     @property
     def _engine(self) -> AsyncEngine:  # type: ignore[override]
@@ -77,20 +79,38 @@ class PostgresStore(AsyncSqlStore):
             await self._listener.start()
 
     async def _connect(self) -> None:
-        if self._connected is not None:
-            return
-        if self.is_pooled is None:
-            self.is_pooled = await is_pooled(self.url, self.name)
-        if self.is_pooled:
-            if not self._hold_behind_pooler:
+        # Several may ask at once, and the answer is waited for: one engine is enough.
+        async with self._connecting:
+            if self._connected is not None:
+                return
+            if self.is_pooled is None:
+                self.is_pooled = await is_pooled(self.url, self.name)
+            if self.is_pooled and not self._hold_behind_pooler:
                 self.modes = frozenset({"lease"})
-            self._connected = pooled_engine(self.url)
-        else:
-            self._connected = direct_engine(self.url)
+            self._connected = (pooled_engine if self.is_pooled else direct_engine)(self.url)
 
     async def _transact(self, work: Work[T], *, writes: bool) -> T:
-        await self._connect()
+        if self._connected is None:
+            await self._connect()
         return await super()._transact(work, writes=writes)
+
+    async def _join(self, work: Work[T], session: Joins | None) -> T:
+        await self._connect()
+        return await super()._join(work, session)
+
+    def _open_joined(self) -> AsyncEngine:
+        return pooled_engine(self.url) if self.is_pooled else direct_engine(self.url, JOIN_TIMEOUT, most=-1)
+
+    def _open_plain(self) -> sa.Engine:
+        check_psycopg("PostgreSQL with plain sessions")
+        options = f"-c idle_in_transaction_session_timeout={JOIN_TIMEOUT}"
+        return sa.create_engine(
+            self.url.set(drivername="postgresql+psycopg"),
+            isolation_level="READ COMMITTED",
+            json_deserializer=orjson.loads,
+            connect_args={"prepare_threshold": None} if self.is_pooled else {"options": options},
+            **({"poolclass": NullPool} if self.is_pooled else {"pool_size": 10, "max_overflow": -1}),
+        )
 
     async def _begin_hold(self, connection: AsyncConnection) -> None:
         if self.is_pooled:
@@ -110,21 +130,23 @@ class PostgresStore(AsyncSqlStore):
         if self._listener is not None:
             listener, self._listener = self._listener, None
             await listener.stop()
+        await self._close_joined()
         if self._connected is not None:
             await self._connected.dispose()
             self._connected = None
 
 
-def direct_engine(url: sa.URL) -> AsyncEngine:
+def direct_engine(url: sa.URL, idle_timeout: str = IDLE_TIMEOUT, *, most: int = 10) -> AsyncEngine:
     return create_async_engine(
         url.set(drivername="postgresql+asyncpg"),
         isolation_level="READ COMMITTED",
         json_deserializer=orjson.loads,
         pool_size=10,
+        max_overflow=most,
         connect_args={
             "server_settings": {
                 "application_name": "pillarbox",
-                "idle_in_transaction_session_timeout": IDLE_TIMEOUT,
+                "idle_in_transaction_session_timeout": idle_timeout,
                 "jit": "off",
             }
         },
@@ -132,10 +154,7 @@ def direct_engine(url: sa.URL) -> AsyncEngine:
 
 
 def pooled_engine(url: sa.URL) -> AsyncEngine:
-    try:
-        import psycopg  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("PostgreSQL behind a pooler", "postgres") from error
+    check_psycopg("PostgreSQL behind a pooler")
     # The pooler pools; a second pool here would keep its clients idle.
     return create_async_engine(
         url.set(drivername="postgresql+psycopg"),
@@ -144,6 +163,13 @@ def pooled_engine(url: sa.URL) -> AsyncEngine:
         poolclass=NullPool,
         connect_args={"prepare_threshold": None},
     )
+
+
+def check_psycopg(what: str) -> None:
+    try:
+        import psycopg  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(what, "postgres") from error
 
 
 async def is_pooled(url: sa.URL, name: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -15,13 +17,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pillarbox.errors import StoreUnavailable, Unsupported
 from pillarbox.event import Claim, Outcome
-from pillarbox.stores import Effect, Mode, Settlement
+from pillarbox.stores import Effect, Joins, Mode, Settlement
 from pillarbox.stores.sql import SqlStore, T, Work, translate
 from pillarbox.stores.transitions import Taken
 
 log = logging.getLogger("pillarbox.store")
 
 HOLD_DEADLINE = timedelta(seconds=5)
+MAX_THREADS = 1000
 
 
 class HoldBatch:
@@ -59,7 +62,7 @@ class HoldBatch:
             await let_go(connection)
         return settlement
 
-    async def settle_one(self, claim: Claim, effect: Effect) -> bool:
+    async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool:
         raise Unsupported(f"Store {self._store.name}: held claims are settled together; claim by lease")
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]:
@@ -88,7 +91,45 @@ async def let_go(connection: AsyncConnection) -> None:
 class AsyncSqlStore(SqlStore):
     """A store on a database server, reached through an asynchronous driver."""
 
+    joins: frozenset[Joins] = frozenset({"sync", "async"})
     _engine: AsyncEngine
+    _joined: AsyncEngine | None = None
+    _plain: sa.Engine | None = None
+    _threads: ThreadPoolExecutor | None = None
+
+    @abstractmethod
+    def _open_joined(self) -> AsyncEngine:
+        """An engine for work of others: its connections may be idle in a transaction for long."""
+
+    @abstractmethod
+    def _open_plain(self) -> sa.Engine:
+        """The same with a plain driver."""
+
+    # Begun here: a session on a connection without a transaction would begin, and commit, one of its own.
+
+    async def _join(self, work: Work[T], session: Joins | None) -> T:
+        if session == "sync":
+            return await self._join_in_thread(work)
+        if self._joined is None:
+            self._joined = self._open_joined()
+        async with self._joined.begin() as connection:
+            return await connection.run_sync(work)
+
+    async def _join_in_thread(self, work: Work[T]) -> T:
+        if self._plain is None:
+            self._plain = self._open_plain()
+            self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pillarbox-join")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._transact_here, self._plain, work)
+
+    def _transact_here(self, engine: sa.Engine, work: Work[T]) -> T:
+        with engine.connect() as connection:
+            try:
+                with connection.begin():
+                    return work(connection)
+            finally:
+                if self._plain is not engine and not connection.invalidated:
+                    # The store was closed meanwhile: a pool that nobody has any more would keep it open.
+                    connection.detach()
 
     async def _transact(self, work: Work[T], *, writes: bool) -> T:
         async with self._engine.connect() as connection:
@@ -121,4 +162,16 @@ class AsyncSqlStore(SqlStore):
         """Bound how long the database waits for a host that vanished."""
 
     async def close(self) -> None:
+        await self._close_joined()
         await self._engine.dispose()
+
+    async def _close_joined(self) -> None:
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            await joined.dispose()
+        plain, threads = self._plain, self._threads
+        self._plain = self._threads = None
+        if plain is not None and threads is not None:
+            # A function that still runs after its timeout ends on its own.
+            threads.shutdown(wait=False)
+            plain.dispose()

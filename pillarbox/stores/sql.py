@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Program
 from pillarbox.errors import ConfigError, SchemaError, StoreUnavailable, Unsupported
 from pillarbox.event import DELIVERED, RELEASED, Claim, Outcome
 from pillarbox.layouts import Feature, Layout, check_database, declare_layout
-from pillarbox.stores import Counts, Effect, Entry, Filter, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores import Counts, Effect, Entry, Filter, Joins, Mode, Pruned, Record, Settlement, State
 from pillarbox.stores.build import build_transitions
 from pillarbox.stores.moving import has_no_partition
 from pillarbox.stores.operations import Operations
@@ -78,15 +78,21 @@ class LeaseBatch:
         self._leave_lanes()
         return early + settlement
 
-    async def settle_one(self, claim: Claim, effect: Effect) -> bool:
+    async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool:
+        # Settled last: a row locked for as long as a handler runs could not be renewed, nor those with it.
         def write(db: sa.Connection) -> Settlement:
+            effect(db)
             settlement = self._store.transitions.settle(db, [claim], [DELIVERED], mode="lease", park=False)
-            if not settlement.lost:
-                effect(db)
+            if settlement.lost:
+                raise _ClaimsLost(settlement.lost)
             return settlement
 
-        self._early[id(claim)] = settlement = await self._store.run(write)
-        return not settlement.lost
+        try:
+            self._early[id(claim)] = await self._store.join(write, session=session)
+        except _ClaimsLost as error:
+            self._early[id(claim)] = Settlement(lost=error.count)
+            return False
+        return True
 
     async def _give_up(self, count: int, lost: int) -> Settlement:
         await self.abandon()
@@ -117,6 +123,7 @@ class SqlStore(ABC):
 
     dialect: str
     modes: frozenset[Mode]
+    joins: frozenset[Joins]
     in_flight = 2
 
     def __init__(
@@ -177,6 +184,10 @@ class SqlStore(ABC):
     async def _transact(self, work: Work[T], *, writes: bool) -> T:
         """Run `work` in a READ COMMITTED transaction and commit it."""
 
+    async def _join(self, work: Work[T], session: Joins | None) -> T:
+        """Run work that may take as long as `JOIN_DEADLINE` in such a transaction."""
+        return await self._transact(work, writes=True)
+
     @abstractmethod
     async def _hold(self, limit: int) -> Any:
         """Claim by locks that last until settlement; returns a batch and the rows found blocked."""
@@ -207,9 +218,18 @@ class SqlStore(ABC):
 
     async def run(self, work: Work[T], *, writes: bool = True) -> T:
         """Run a function of a connection in a transaction, again when it lost a deadlock."""
+        return await self._run_again(lambda: self._transact(work, writes=writes))
+
+    async def join(self, work: Work[T], *, session: Joins | None = None) -> T:
+        """Run somebody else's function, which may take its time, as `run` does; see `Batch.settle_one`."""
+        if session is not None and session not in self.joins:
+            raise Unsupported(f"Store {self.name}: its transactions take no {session} sessions")
+        return await self._run_again(lambda: self._join(work, session))
+
+    async def _run_again(self, transact: Callable[[], Awaitable[T]]) -> T:
         for conflict in range(MAX_CONFLICTS):
             try:
-                return await self._transact(work, writes=writes)
+                return await transact()
             except DBAPIError as error:
                 if not is_conflict(error) or conflict == MAX_CONFLICTS - 1:
                     raise translate(error, self) from error
@@ -373,6 +393,13 @@ def is_conflict(error: DBAPIError) -> bool:
     return state in _CONFLICTS or number in _MYSQL_CONFLICTS or "database is locked" in str(error.orig)
 
 
+def is_missing(error: DBAPIError) -> bool:
+    """Whether a table or a schema is not there."""
+    number = error.orig.args[0] if error.orig is not None and error.orig.args else None
+    has_state = getattr(error.orig, "sqlstate", None) in ("42P01", "3F000")
+    return has_state or number == 1146 or "no such table" in str(error.orig)
+
+
 def is_refused(state: str, number: object) -> bool:
     """Whether the server refuses this user or knows no such database: waiting would not help."""
     return state.startswith("28") or state == "3D000" or number in (1044, 1045, 1049)
@@ -384,7 +411,7 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
     state = str(getattr(error.orig, "sqlstate", "") or "")
     number = error.orig.args[0] if error.orig is not None and error.orig.args else None
     table = store.tables["outbox"].fullname
-    if state in ("42P01", "3F000") or number == 1146 or "no such table" in text:
+    if is_missing(error):
         return SchemaError(f"Store {store.name}: {text}. Run `pillarbox schema create` or your migration first.")
     if state == "42703" or number == 1054 or "no such column" in text:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.pool import StaticPool
 
 from pillarbox.errors import ConfigError, Unsupported
-from pillarbox.stores import Mode
+from pillarbox.stores import Joins, Mode
 from pillarbox.stores.sql import SqlStore, T, Work
 
 BUSY_TIMEOUT = timedelta(seconds=30)
@@ -31,6 +31,7 @@ class SqliteStore(SqlStore):
 
     dialect = "sqlite"
     modes: frozenset[Mode] = frozenset({"lease"})
+    joins: frozenset[Joins] = frozenset({"sync"})
     in_flight = 1
 
     def __init__(self, url: sa.URL, *args: Any, **options: Any) -> None:

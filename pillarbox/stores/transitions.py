@@ -178,6 +178,8 @@ class Transitions(ABC):
 
     def next_due(self, db: sa.Connection) -> float | None:
         """Seconds until a row wants attention."""
+        if not self.layout.waits:
+            return None
         row = self._next_due.execute(db, {}).one()
         seconds = self.lease.total_seconds()
         moments = [
@@ -408,7 +410,7 @@ class Transitions(ABC):
         row = table.c[self._names[0]]
         is_mine = same.is_row(row)
         if fenced:
-            is_mine &= table.c[self.layout.lease.fence] == same.c.fence
+            is_mine &= self._fence_column() == same.c.fence
         if isinstance(write, Delete):
             each: Any = delete_given(self.dialect, table, row.name, match)
             alike: Any = sa.delete(table).where(is_mine)

@@ -28,6 +28,7 @@ from tests.servers import ROOT
 IMPORTED = (
     *("pillarbox.cli", "pillarbox.stores.mysql", "pillarbox.stores.postgres", "pillarbox.stores.sqlite"),
     *("rich.console", "rich.table", "sqlalchemy.ext.asyncio", "sqlalchemy.orm"),
+    *("asyncpg", "psycopg", "pillarbox.inbox.consuming", "pillarbox.sinks.kafka", "pillarbox.sources.kafka"),
 )
 
 Program = Literal["pillarbox", "python"]

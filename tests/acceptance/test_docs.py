@@ -21,7 +21,16 @@ import pillarbox.testing
 from benchmarks.__main__ import BENCHMARKS
 from pillarbox.cli import app
 from pillarbox.cli.demo import _print_report as print_report
-from pillarbox.config import VARIABLES, OutboxConfig, RelayConfig, SinkConfig, StoreConfig, load_config
+from pillarbox.config import (
+    VARIABLES,
+    HandlersConfig,
+    OutboxConfig,
+    RelayConfig,
+    SinkConfig,
+    SourceConfig,
+    StoreConfig,
+    load_config,
+)
 from pillarbox.demo.run import Report
 from tests.acceptance.docs_pages import (
     LANGUAGES,
@@ -202,6 +211,8 @@ def test_every_setting_is_documented() -> None:
         "sink": SinkConfig,
         "relay": RelayConfig,
         "outbox": OutboxConfig,
+        "source": SourceConfig,
+        "handlers": HandlersConfig,
     }.items():
         keys = [each.name for each in dataclasses.fields(kind) if "read" in each.metadata]
         assert [key for key in keys if f"`{key}`" not in sections[f"[{name}]"]] == []

@@ -161,16 +161,23 @@ async def test_relay_that_fails_for_good_stops_the_group(database):
             await group.run()
 
 
+def store_of(group: RelayGroup) -> SqlStore:
+    """The store whose events are routed."""
+    store = group.relays["fan-out"].store
+    assert isinstance(store, SqlStore)
+    return store
+
+
 async def test_event_without_a_route_is_dead_by_default_and_may_be_redriven(database):
     put(database, Event("order.placed", {}), Event("user.seen", {}))
     sinks = {"a": MemorySink()}
     async with make_group(database, sinks, Routes([Route(["a"], type=["order.*"])])) as group:
         remains = await group.drain()
         assert remains["fan-out"] == Counts(dead=1)
-        (record,) = await group.relays["fan-out"].store.events(Filter(), state="dead")
+        (record,) = await store_of(group).events(Filter(), state="dead")
         assert record.error == "No route matches topic 'user.seen' and type 'user.seen'. Add a route, then redrive."
     async with make_group(database, sinks, Routes([Route(["a"])])) as group:
-        assert await group.relays["fan-out"].store.redrive(Filter(), actor="test") == 1
+        assert await store_of(group).redrive(Filter(), actor="test") == 1
         await group.drain()
     assert types(sinks["a"]) == ["order.placed", "user.seen"]
 
@@ -401,7 +408,7 @@ async def test_event_that_our_table_cannot_take_is_dead_alone(database, foreign)
     sinks = {"a": MemorySink()}
     async with make_foreign_group(database, foreign, sinks, Routes([Route(["a"])])) as group:
         await group.drain()
-        (record,) = await group.relays["fan-out"].store.events(Filter(), state="dead")
+        (record,) = await store_of(group).events(Filter(), state="dead")
     assert [event.id for event in sinks["a"].events] == [good.id]
     assert record.error == f"Table {database.table!r}: at most 255 characters of aggregate_id, got 300"
 

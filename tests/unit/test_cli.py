@@ -192,6 +192,8 @@ def test_every_command_is_there() -> None:
         *("relay", "status", "prune", "audit", "bench", "demo", "schema", "schema sql", "schema create"),
         *("schema check", "schema diff", "partitions", "partitions ensure", "partitions drop", "partitions sql"),
         *("events", "events list", "events show", "events redrive", "events drop", "events replay"),
+        "consume",
+        *("handlers", "handlers list", "handlers run", "handlers backfill"),
     }
     assert set(COMMANDS) == expected
 

@@ -175,6 +175,11 @@ def test_command_line_beats_environment_beats_file_beats_default(write: Write) -
         ("PILLARBOX_STOP_TIMEOUT", "0s", "relay", "stop_timeout", timedelta(0)),
         ("PILLARBOX_RETENTION", "7d", "relay", "retention", timedelta(days=7)),
         ("PILLARBOX_MAX_PAYLOAD", "10", "outbox", "max_payload", 10),
+        ("PILLARBOX_SOURCE", "redis://a", "source", "url", "redis://a"),
+        ("PILLARBOX_GROUP", "billing", "source", "group", "billing"),
+        ("PILLARBOX_STORED", "yes", "source", "stored", True),
+        ("PILLARBOX_HANDLERS", "shop.events:handlers", "handlers", "registry", "shop.events:handlers"),
+        ("PILLARBOX_NAMESPACE", "shop.orders", "handlers", "namespace", "shop.orders"),
     ],
 )
 def test_every_variable_overrides_its_key(variable: str, text: str, section: str, key: str, expected: object) -> None:
@@ -187,7 +192,24 @@ def test_retry_kind_comes_from_the_environment() -> None:
 
 
 def test_no_variable_is_left_untested() -> None:
-    assert len(VARIABLES) == 22
+    assert len(VARIABLES) == 27
+
+
+def test_source_has_keys_of_its_own_and_options_of_its_broker(write: Write) -> None:
+    path = write(
+        "[source]\nurl = 'kafka://a'\ngroup = 'billing'\nstored = true\nunmatched = 'skip'\nremember = '2d'\n"
+        "topics = ['orders']\nprefetch = 10\n"
+    )
+    source = load_config(path).source
+    assert (source.url, source.group, source.stored, source.unmatched) == ("kafka://a", "billing", True, "skip")
+    assert source.remember == timedelta(days=2)
+    assert source.options == {"topics": ["orders"], "prefetch": 10}
+
+
+def test_source_given_elsewhere_takes_no_options_of_the_file(write: Write) -> None:
+    path = write("[source]\nurl = 'kafka://a'\ngroup = 'billing'\ntopics = ['orders']\n")
+    source = load_config(path, env={"PILLARBOX_SOURCE": "redis://b"}).source
+    assert (source.url, source.group, source.options) == ("redis://b", "billing", {})
 
 
 def test_empty_variable_is_not_given(write: Write) -> None:
@@ -333,8 +355,8 @@ def test_unknown_key_is_refused_with_the_nearest(write: Write) -> None:
 def test_unknown_table_is_refused_with_the_nearest(write: Write) -> None:
     path = write("[rely]\n")
     assert refuse(path) == (
-        f"{path}: unknown table 'rely'; expected store, sink, relay, outbox, stores, sinks, routes, routing, retry. "
-        "Did you mean 'relay'?"
+        f"{path}: unknown table 'rely'; expected store, sink, relay, outbox, source, handlers, stores, sinks, routes, "
+        "routing, retry. Did you mean 'relay'?"
     )
 
 

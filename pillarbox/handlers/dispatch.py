@@ -1,0 +1,117 @@
+"""All handlers of an event's type, one after the other, in the one transaction that settles the event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from functools import partial
+
+from pillarbox.errors import ConfigError
+from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
+from pillarbox.handlers.registry import Handlers
+from pillarbox.handlers.sink import HandlerSink, check_joins
+from pillarbox.joining import Joined, Settling, join
+from pillarbox.retry import Failure, RetryPolicy
+from pillarbox.sinks.order import group_by_key
+from pillarbox.sinks.workers import send_groups
+from pillarbox.sources import Source
+from pillarbox.stores import Batch, Joins
+
+
+class DispatchSink:
+    """Runs the handlers of each event in the transaction that settles it: all of them are done, or none is.
+
+    For tables with one row an event and for messages of brokers, where the handlers of a type have no progress of
+    their own. `unmatched` says what becomes of an event without a handler: `dead`, or `skip` to be done with it.
+    """
+
+    is_quick = False
+
+    def __init__(
+        self, handlers: Handlers, *, concurrency: int = 16, unmatched: str = "dead", name: str | None = None
+    ) -> None:
+        if not len(handlers):
+            raise ConfigError("Handlers: expected at least one handler, got none")
+        if unmatched not in ("dead", "skip"):
+            raise ConfigError(f"Handlers unmatched: expected dead or skip, got {unmatched!r}")
+        if concurrency < 1:
+            raise ConfigError(f"Handlers concurrency: expected a whole number of 1 or more, got {concurrency!r}")
+        handlers.seal()
+        self.name = name or "handlers"
+        self._sinks = {handler.name: HandlerSink(handlers, handler) for handler in handlers}
+        self._by_type = {
+            type: [self._sinks[handler.name] for handler in found] for type, found in handlers.types.items()
+        }
+        self._sessions = {type: _session_of(type, sinks) for type, sinks in self._by_type.items()}
+        self._skips_unmatched = unmatched == "skip"
+        self._concurrency = concurrency
+        self._slots = asyncio.Semaphore(concurrency)
+
+    async def open(self) -> None:
+        pass
+
+    async def check(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        async with AsyncExitStack() as stack:
+            for sink in self._sinks.values():
+                stack.push_async_callback(sink.close)
+
+    def check_store(self, store: Source) -> None:
+        for sink in self._sinks.values():
+            joins = store.joins
+            if sink.handler.arguments.joins or not joins:
+                check_joins(sink.handler, joins, store.name)
+
+    async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        raise ConfigError(f"Sink {self.name!r}: its handlers join a relay's transactions; wrap it in no other sink")
+
+    async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        return await self._send(batch, claims, otherwise=RELEASED)
+
+    async def _send(self, settling: Settling, claims: Sequence[Claim], *, otherwise: Outcome) -> Sequence[Outcome]:
+        async def send(step: Sequence[Claim]) -> Sequence[Outcome]:
+            try:
+                claim = step[0]
+                if claim.event.type not in self._by_type and not self._skips_unmatched:
+                    return [Dead(f"No handler for events of type {claim.event.type!r}")]
+                work, session = partial(self._work, claim), self._sessions.get(claim.event.type)
+                return [await join(settling, claim, work, session=session, otherwise=otherwise)]
+            finally:
+                self._slots.release()
+
+        return await send_groups(claims, group_by_key(claims), send, slots=self._slots, width=self._concurrency)
+
+    async def _work(self, claim: Claim, joined: Joined) -> Outcome:
+        for sink in self._by_type.get(claim.event.type, ()):
+            await sink.take_slot()
+            outcome = await sink.call(claim, joined)
+            if isinstance(outcome, Retry) and sink.handler.retry is not None:
+                return _decide(sink.handler.retry, claim, outcome)
+            if not isinstance(outcome, Delivered):
+                return outcome
+        return DELIVERED
+
+
+def _decide(policy: RetryPolicy, claim: Claim, retry: Retry) -> Outcome:
+    """What a handler's own policy says of its failure; that of the relay has the last word."""
+    put_at = claim.event.created_at
+    age = None if put_at is None else datetime.now(UTC) - put_at
+    delay = policy.next_delay(Failure(claim.attempt, retry.error, retry.cause, age, claim.event.max_attempts))
+    if delay is None:
+        return Dead(retry.error)
+    return Retry(retry.error, delay if retry.after is None else retry.after, retry.cause)
+
+
+def _session_of(type: str, sinks: Sequence[HandlerSink]) -> Joins | None:
+    """The kind of session that the handlers of a type take: one transaction has one."""
+    takers = {sink.handler.arguments.session_kind: sink.name for sink in sinks if sink.handler.arguments.joins}
+    if len(takers) > 1:
+        raise ConfigError(
+            f"Handlers of {type!r} run in one transaction, so all must take a Session or all an AsyncSession; "
+            f"{takers['sync']!r} takes the one and {takers['async']!r} the other"
+        )
+    return next(iter(takers), None)

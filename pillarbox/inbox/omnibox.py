@@ -1,0 +1,188 @@
+"""Messages as rows of omni-box's inbox tables (PostgreSQL).
+
+A message taken inside a handler's transaction is `completed` at once, one that is stored first is `pending`, one that
+can never be handled is `failed`. The partitioned table has no index that could keep messages apart: whoever writes one
+first locks its id and group, by the same numbers as omni-box itself, and then looks whether it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+
+from pillarbox.codec import JSON
+from pillarbox.encoding import Encoder
+from pillarbox.errors import InvalidEvent, TransactionError
+from pillarbox.event import BYTES, Event, uuid7
+from pillarbox.inbox.message import ID_HEADER, TIME_HEADER, Message, is_writable
+from pillarbox.inbox.takes import Key, Takes
+from pillarbox.layouts.clock import now
+from pillarbox.layouts.layout import Layout
+from pillarbox.layouts.omnibox import MAX_ATTEMPTS, MAX_ERROR
+from pillarbox.stores.hot import Hot
+
+Status = Literal["completed", "pending", "failed"]
+
+EVENT_SOURCE: Final = "pillarbox-event-source"
+
+_TEXTS: Final = ("event_type", "message_id", "consumer_group", "source")
+_OPTIONAL: Final = ("trace_id", "correlation_id", "causation_id", "schema_version", "last_error")
+_KINDS: Final[Mapping[str, str]] = {
+    "id": "UUID",
+    **dict.fromkeys((*_TEXTS, "payload", "headers", *_OPTIONAL), "TEXT"),
+    "max_attempts": "INTEGER",
+}
+
+
+class OmniboxRows:
+    """Turns messages into rows; refuses what omni-box could not read."""
+
+    def __init__(self, layout: Layout, table: sa.Table) -> None:
+        self._layout = layout
+        # The layout itself takes no put: a row needs a message, not only an event.
+        self._encoder = Encoder(replace(layout, put=lambda due: {"created_at": now()}), table)
+
+    def check(self, message: Message) -> None:
+        """Raise `InvalidEvent` for a message that the table, or omni-box, could not hold."""
+        event = self._event(message)
+        self._encoder.check(event)
+        if b"\\u0000" in event.payload and _has_zero(orjson.loads(event.payload)):
+            raise InvalidEvent(
+                f"Message {message.id!r}: layout {self._layout.name!r} holds JSON without zero characters, got one in "
+                "its payload"
+            )
+
+    def arrays(self, messages: Sequence[Message], errors: Sequence[str] | None = None) -> dict[str, list[Any]]:
+        """The values of each column."""
+        events = [self._event(message) for message in messages]
+        return {
+            "id": [str(uuid7()) for _ in messages],
+            "event_type": [event.type for event in events],
+            "message_id": [message.id for message in messages],
+            "consumer_group": [message.group for message in messages],
+            "source": [event.source for event in events],
+            "payload": [event.payload.decode() for event in events],
+            "headers": list(self._encoder.headers(events, {})),
+            **{name: [getattr(event, name) for event in events] for name in _OPTIONAL if name != "last_error"},
+            "last_error": [None] * len(messages) if errors is None else list(errors),
+            "max_attempts": [event.max_attempts or MAX_ATTEMPTS for event in events],
+        }
+
+    def _event(self, message: Message) -> Event:
+        """The event as the row tells it: its row has an id of its own, and omni-box's source."""
+        event = message.event
+        # omni-box has no headers without a value, and leaves them out as well.
+        headers = {name: value for name, value in event.headers.items() if value is not None}
+        headers[ID_HEADER] = message.id
+        source = message.source or event.source or event.topic
+        if event.source not in (None, source):
+            headers[EVENT_SOURCE] = str(event.source)
+        if event.created_at is not None:
+            headers[TIME_HEADER] = event.created_at.isoformat()
+        # Whoever sent JSON without saying so meant it.
+        content_type = JSON if event.content_type == BYTES and _is_object(event.payload) else event.content_type
+        # A key for deduplication is unique among its producer's events, not among the messages of several groups.
+        return event.replace(
+            headers=headers, source=source, payload=event.payload, content_type=content_type, dedup_key=None
+        )
+
+
+class OmniboxTakes(Takes):
+    """Writes rows of one status."""
+
+    def __init__(self, rows: OmniboxRows, table: sa.Table, *, status: Status, is_partitioned: bool) -> None:
+        self._rows = rows
+        self._lock = Hot(_build_lock()) if is_partitioned else None
+        self._put = Hot(_build_put(table, status, is_partitioned=is_partitioned))
+
+        self._errors: Mapping[Key, str] = {}
+
+    def failing(self, errors: Mapping[Key, str]) -> OmniboxTakes:
+        """The same statements for messages that failed for these reasons."""
+        made = copy(self)
+        made._errors = errors
+        return made
+
+    def _insert(self, db: sa.Connection, messages: Sequence[Message]) -> Sequence[Key] | None:
+        keys = [(message.group, message.id) for message in messages]
+        if self._lock is not None:
+            groups, ids = [key[0] for key in keys], [key[1] for key in keys]
+            for (isolation,) in self._lock.fetch(db, {"g_group": groups, "g_id": ids}):
+                _check_isolation(isolation)
+        errors = [self._errors[key] for key in keys] if self._errors else None
+        arrays = self._rows.arrays(messages, errors)
+        new = self._put.fetch(db, {f"g_{name}": values for name, values in arrays.items()})
+        return None if len(new) == len(messages) else [(group, message_id) for group, message_id in new]
+
+
+def _build_lock() -> Any:
+    """Locks on messages until the transaction ends, in the order of their numbers."""
+    arrays = [sa.bindparam(name, type_=postgresql.ARRAY(sa.Text())) for name in ("g_id", "g_group")]
+    given = sa.func.unnest(*arrays).table_valued("id", "group").render_derived()
+    first, second = sa.func.hashtext(given.c.id), sa.func.hashtext(given.c.group)
+    numbers = sa.select(first.label("first"), second.label("second")).distinct().order_by("first", "second")
+    listed = numbers.subquery("numbers").c
+    locked = sa.select(sa.func.pg_advisory_xact_lock(listed.first, listed.second)).cte("locked")
+    locked = locked.prefix_with("MATERIALIZED")
+    count = sa.select(sa.func.count()).select_from(locked).scalar_subquery()
+    return sa.select(sa.func.current_setting("transaction_isolation")).where(count > 0)
+
+
+def _check_isolation(isolation: str) -> None:
+    # What another transaction committed before it let go of the lock must be seen.
+    if isolation != "read committed":
+        raise TransactionError(
+            f"This transaction is {isolation.upper()}: in a partitioned inbox a message can be taken once only under "
+            "READ COMMITTED. Use that isolation level, or the table that is not partitioned."
+        )
+
+
+def _build_put(table: sa.Table, status: Status, *, is_partitioned: bool) -> Any:
+    plain = sa.table(table.name, *(sa.column(c.name, c.type) for c in table.c), schema=table.schema)
+    arrays = ", ".join(f"CAST(:g_{name} AS {kind}[])" for name, kind in _KINDS.items())
+    listed = sa.text(f"SELECT * FROM unnest({arrays}) AS g({', '.join(_KINDS)})")
+    given = listed.columns(*(sa.column(name) for name in _KINDS)).subquery("given").c
+    columns: dict[str, Any] = {name: given[name] for name in _KINDS}
+    columns |= {name: sa.cast(given[name], postgresql.JSONB) for name in ("payload", "headers")}
+    # The columns' own defaults are off by the session's distance from UTC.
+    columns |= {name: now() for name in ("scheduled_at", "created_at", "updated_at")}
+    columns["status"] = sa.literal_column(f"'{status}'")
+    columns["attempts_made"] = given.max_attempts if status == "failed" else sa.literal_column("0")
+    if status == "completed":
+        columns["completed_at"] = now()
+    source = sa.select(*(value.label(name) for name, value in columns.items()))
+    key = [plain.c.message_id, plain.c.consumer_group]
+    if is_partitioned:
+        other = plain.alias("other").c
+        is_same = (other.message_id == given.message_id) & (other.consumer_group == given.consumer_group)
+        source = source.where(~sa.exists(sa.select(sa.literal_column("1")).where(is_same)))
+    insert = postgresql.insert(plain).from_select(list(columns), source)
+    if not is_partitioned:
+        insert = insert.on_conflict_do_nothing(index_elements=key)
+    return insert.returning(plain.c.consumer_group, plain.c.message_id)
+
+
+def is_error_whole(error: str) -> bool:
+    """Whether an error fits into its column as it is."""
+    return len(error) <= MAX_ERROR and is_writable(error)
+
+
+def _is_object(payload: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(payload), dict)
+    except ValueError:
+        return False
+
+
+def _has_zero(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, dict):
+        return any(_has_zero(name) or _has_zero(each) for name, each in value.items())
+    return isinstance(value, list) and any(map(_has_zero, value))

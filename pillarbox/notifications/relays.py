@@ -1,0 +1,126 @@
+"""The relays from an action log to handlers: a fan-out on the events, and one relay a handler on its notifications."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Final
+
+from pillarbox.errors import ConfigError
+from pillarbox.event import LIMITS
+from pillarbox.group import RelayGroup, Waking
+from pillarbox.handlers.registry import Handler, Handlers
+from pillarbox.handlers.sink import HandlerSink
+from pillarbox.hooks import Hook
+from pillarbox.layouts import Layout, get_layout
+from pillarbox.layouts.exact import is_one_of
+from pillarbox.notifications.fan_out import NotificationFanOut
+from pillarbox.notifications.log import LogSource, limit_layout, log_layout
+from pillarbox.relay import Relay
+from pillarbox.retry import Exponential, RetryPolicy
+from pillarbox.stores.dialect import is_mysql
+from pillarbox.stores.sql import SqlStore
+
+OpenStore = Callable[..., SqlStore]
+"""Makes a store; called with `layout`, and for the fan-out with `topics`: `partial(open_store, url)`."""
+
+FIRST_DELAY: Final = timedelta(seconds=30)
+LONGEST_DELAY: Final = timedelta(minutes=5)
+MAX_AGE: Final = timedelta(days=7)
+
+# That of the index on MySQL and MariaDB, which has rows of every state: in the order of their times those of two states
+# would be sorted for each claim, and all of them locked for it.
+_INDEX_ORDER: Final = ("state", "next_retry_at", "id")
+
+
+def notification_relays(
+    open_store: OpenStore,
+    handlers: Handlers,
+    *,
+    namespace: str,
+    layout: str | Layout = "actions",
+    retry: RetryPolicy | None = None,
+    fans_out: bool = True,
+    handles: bool = True,
+    prefix: str = "",
+    hook: Hook | None = None,
+    make_relay: Callable[..., Relay] = Relay,
+) -> RelayGroup:
+    """The relays that give the events of an action log to every handler of their type, each with its own progress.
+
+    Only events of this namespace are taken; those of types without a handler stay undelivered until one is deployed.
+    `layout` is that of the events, `actions` or `ekbatan`. Any number of processes may run them at once. A process may
+    leave out one half: `fans_out=False` handles what others fan out, `handles=False` the other way round.
+
+    `retry` is for handlers that have no policy of their own. Without, they are called again within 30 seconds, then
+    within twice as long each time up to 5 minutes, until their notification is as old as their `max_age`, or 7 days.
+    `make_relay` makes each relay, with options of your choice: `partial(Relay, poll=…)`.
+    """
+    notified = find_notifications(layout)
+    _check(handlers, namespace, fans_out or handles)
+    handlers.seal()
+    # What is not opened connects to nothing.
+    dialect = open_store(layout=notified).dialect
+    relays: dict[str, Relay] = {}
+    for handler in handlers if handles else ():
+        store = open_store(layout=limit_to_handler(notified, handler, namespace=namespace, dialect=dialect))
+        sink = HandlerSink(handlers, handler)
+        relays[prefix + handler.name] = make_relay(
+            store, sink, retry=handler.retry or retry or retry_policy(handler), hook=hook
+        )
+    if not fans_out:
+        return RelayGroup(relays)
+    types = list(handlers.types)
+    log = log_layout(notified, namespace=namespace, types=types, dialect=dialect)
+    source = LogSource(open_store(layout=log, **({"topics": types} if log.scope is not None else {})))
+    fan_out = NotificationFanOut(source.store.tables, notified, handlers)
+    waking = Waking(None, list(relays.values()), hook)
+    feeding = make_relay(source, fan_out, claim="auto", hook=waking)
+    return RelayGroup({f"{prefix}fan-out": feeding, **relays}, feeds={f"{prefix}fan-out": list(relays)})
+
+
+def find_notifications(layout: str | Layout) -> Layout:
+    """The layout of the notifications beside an event log; refuses any other table."""
+    chosen = get_layout(layout)
+    if chosen.name in ("actions", "ekbatan"):
+        return get_layout(f"{chosen.name}-notifications")
+    if chosen.name in ("actions-notifications", "ekbatan-notifications"):
+        return chosen
+    raise ConfigError(f"Notifications: expected layout actions or ekbatan, which have them; got {chosen.name!r}")
+
+
+def limit_to_handler(notified: Layout, handler: Handler, *, namespace: str, dialect: str) -> Layout:
+    """The notifications for one handler, also those under its former names, of one namespace."""
+    names = (handler.name, *handler.aliases)
+    layout = limit_layout(notified, lambda c: is_one_of(c.handler_name, names) & is_one_of(c.namespace, [namespace]))
+    return replace(layout, order_by=_INDEX_ORDER) if is_mysql(dialect) else layout
+
+
+def retry_policy(handler: Handler) -> RetryPolicy:
+    """When the failed notifications of a handler without a policy are tried again: as the other system does."""
+    return Exponential(FIRST_DELAY, cap=LONGEST_DELAY, max_attempts=None, max_age=handler.max_age or MAX_AGE)
+
+
+def _check(handlers: Handlers, namespace: object, does_something: bool) -> None:
+    if not len(handlers):
+        raise ConfigError("Handlers: expected at least one handler, got none")
+    if not does_something:
+        raise ConfigError("Notifications: expected fans_out, handles or both; got neither")
+    if not isinstance(namespace, str) or not namespace.strip() or len(namespace) > LIMITS["source"]:
+        raise ConfigError(f"Notifications: expected a namespace, the one that the actions have; got {namespace!r}")
+    _check_names(handlers)
+
+
+def _check_names(handlers: Handlers) -> None:
+    # Some collations take these for one name, and the second of two notifications for a repetition of the first.
+    known: dict[str, str] = {}
+    for name in (each for handler in handlers for each in (handler.name, *handler.aliases)):
+        plain = "".join(c for c in unicodedata.normalize("NFKD", name.casefold()) if not unicodedata.combining(c))
+        other = known.setdefault(plain.strip(), name)
+        if other != name:
+            raise ConfigError(
+                f"Handlers {other!r} and {name!r}: expected names that differ in more than case, accents and spaces, "
+                "as some databases take these for one; rename one of them"
+            )
