@@ -88,13 +88,13 @@ class RelayGroup(Opening):
         is_done = False
         while not is_done:
             before = [relay.total for relay in self.relays.values()]
-            for name in order:
+            for name in (each for each in order if each not in outages):
                 try:
                     remains[name] = await self.relays[name].drain()
                 except SinkUnavailable as outage:
                     outages[name] = outage
             after = [relay.total for relay in self.relays.values()]
-            is_done = not self._feeds or bool(outages) or before == after or self._is_stopped
+            is_done = not self._feeds or before == after or self._is_stopped
         if outages:
             raise next(iter(outages.values()))
         return remains

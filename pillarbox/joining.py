@@ -13,17 +13,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, runtime_checkable
+from uuid import UUID
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.util import await_only
 
-from pillarbox.errors import SinkUnavailable, StoreUnavailable
-from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Outcome
+from pillarbox.errors import ConfigError, SchemaError, SinkUnavailable, StoreUnavailable
+from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Outcome, Retry
+from pillarbox.retry import describe_error
 from pillarbox.sources import Source
 from pillarbox.stores import Batch, Effect, Joins
 
 # How long to wait for the end of a transaction that was undone, before it is left to end by itself.
 _PATIENCE: Final = 1.0
+_SUSPICIOUS: Final = 3
+_MAX_LOSSES: Final = 10_000
 
 
 class Thread:
@@ -84,6 +89,26 @@ class JoiningSink(Protocol):
         """Deliver claims of this batch."""
 
 
+class _Losses:
+    """How often an event lost its connection while the database could be reached: it may be the event's own doing."""
+
+    def __init__(self) -> None:
+        self._counts: dict[UUID, int] = {}
+
+    def add(self, event: UUID) -> bool:
+        """Note a loss; false when these are too many to be an accident."""
+        if len(self._counts) > _MAX_LOSSES:
+            self._counts.clear()
+        self._counts[event] = self._counts.get(event, 0) + 1
+        return self._counts[event] < _SUSPICIOUS or not self.forget(event)
+
+    def forget(self, event: UUID) -> bool:
+        return self._counts.pop(event, None) is not None
+
+
+_losses: Final = _Losses()
+
+
 class _Undone(Exception):
     """Ends a transaction whose work said that the event is not done."""
 
@@ -94,7 +119,8 @@ async def join(
     """Do work in the transaction that settles this claim, and undo both unless it ends as `Delivered`.
 
     `session` is the kind of session the work needs. `otherwise` is the outcome of a claim that was lost or had been
-    taken before. A database that is down is not the event's fault: that raises `SinkUnavailable`.
+    taken before. What the database refuses at the commit is the event's own failure; a database that is down, or lets
+    nobody in, is not: that raises `SinkUnavailable`. A connection that is lost is an accident twice, and no more.
     """
     return await _Joint(settling, claim, work, session).run(otherwise)
 
@@ -105,6 +131,7 @@ class _Joint:
     def __init__(self, settling: Settling, claim: Claim, work: Work, session: Joins | None) -> None:
         self._loop = asyncio.get_running_loop()
         self._work = work
+        self._event = claim.event.id
         self._undone: asyncio.Future[Outcome] = self._loop.create_future()
         self._in_thread: asyncio.Task[None] | None = None
         self._is_cancelled = False
@@ -125,9 +152,16 @@ class _Joint:
         if self._undone.done():
             return self._undone.result()
         try:
-            return DELIVERED if self._settled.result() else otherwise
-        except StoreUnavailable as error:
+            is_ours = self._settled.result()
+        except DBAPIError as error:
+            if error.connection_invalidated and _losses.add(self._event):
+                raise SinkUnavailable(f"the connection was lost: {describe_error(error)}") from error
+            # At the commit, or again and again: what was written is at fault.
+            return Retry(describe_error(error), cause=error)
+        except (StoreUnavailable, SchemaError, ConfigError) as error:
             raise SinkUnavailable(str(error)) from error
+        _losses.forget(self._event)
+        return DELIVERED if is_ours else otherwise
 
     def _cancel(self) -> None:
         self._is_cancelled = True

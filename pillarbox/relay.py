@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any, Literal
 
 from pillarbox.ahead import Ahead, start_claim
@@ -29,9 +29,10 @@ from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, Store
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.hooks import Hook
 from pillarbox.joining import JoiningSink
+from pillarbox.judging import decide
 from pillarbox.opening import Opening
 from pillarbox.outage import Outage
-from pillarbox.retry import Exponential, Failure, RetryPolicy, describe_error
+from pillarbox.retry import Exponential, RetryPolicy, describe_error
 from pillarbox.sinks import Sink
 from pillarbox.sinks.order import release_successors
 from pillarbox.sources import Source
@@ -439,18 +440,9 @@ class Relay(Opening):
             return list(outcomes)
         ordered = release_successors(claims, outcomes)
         return [
-            self._decide(claim, outcome) if isinstance(outcome, Retry) else outcome
+            decide(self._retry, claim, outcome) if isinstance(outcome, Retry) else outcome
             for claim, outcome in zip(claims, ordered, strict=True)
         ]
-
-    def _decide(self, claim: Claim, retry: Retry) -> Outcome:
-        put_at = claim.event.created_at
-        age = None if put_at is None else datetime.now(UTC) - put_at
-        failure = Failure(claim.attempt, retry.error, retry.cause, age, claim.event.max_attempts)
-        delay = self._retry.next_delay(failure)
-        if delay is None:
-            return Dead(retry.error)
-        return Retry(retry.error, delay if retry.after is None else retry.after, retry.cause)
 
     async def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> Settlement:
         """Settle; a lease is worth several tries, because what was delivered would else be delivered again."""

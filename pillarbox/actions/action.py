@@ -123,8 +123,9 @@ class Action(Generic[S]):
         # Nobody is told when a session is closed, but its transaction is then another one.
         if self._is_undone or not is_within(innermost(session), self._transaction):
             raise ActionError(
-                f"Action {self.name!r}: its transaction was rolled back inside its block, so there is nothing to "
-                "record. Raise an exception to end an action; for a part that may fail use session.begin_nested()."
+                f"Action {self.name!r}: its transaction was ended inside its block, so its events cannot share the "
+                "fate of its changes. Raise an exception to end an action; for a part that may fail use "
+                "session.begin_nested()."
             )
 
 

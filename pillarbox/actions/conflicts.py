@@ -65,10 +65,6 @@ class Tries:
         self._policies = policies
         self._failures: Counter[type[Exception]] = Counter()
 
-    @property
-    def retries(self) -> int:
-        return self._failures.total()
-
     def next_delay(self, error: Exception) -> timedelta | None:
         """How long to wait before the next try, or None to give up."""
         kind = find_kind(error, self._policies)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 from uuid import UUID
 
@@ -86,14 +88,39 @@ def _object(text: bytes, what: str) -> dict[str, Any]:
     found = decode_json(text)
     if not isinstance(found, dict):
         raise InvalidEvent(f"{what}: expected a JSON object, such as a dict or a dataclass makes; got {text[:80]!r}")
+    # The escape may also be a backslash before plain text: only then is it worth looking for.
+    if b"\\u0000" in text and _has_null(found):
+        raise InvalidEvent(f"{what}: it has the character U+0000 in a text, which PostgreSQL cannot hold; leave it out")
     return found
+
+
+def _has_null(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_has_null(key) or _has_null(item) for key, item in value.items())
+    if isinstance(value, list):
+        return any(map(_has_null, value))
+    return isinstance(value, str) and "\0" in value
+
+
+def _refuse_rounding(text: bytes, what: str) -> None:
+    def check(number: str) -> None:
+        is_kept = number.lstrip("-").isdigit() and -(2**63) <= int(number) < 2**64
+        if not is_kept and Decimal(repr(float(number))) != Decimal(number):
+            raise InvalidEvent(
+                f"{what}: the number {number} would be rounded to {float(number)!r}; write it as text, or with fewer "
+                "digits"
+            )
+
+    json.loads(text, parse_float=check, parse_int=check)
 
 
 def _decode(event: Event, what: str) -> dict[str, Any]:
     if not is_json(event.content_type):
         raise InvalidEvent(f"{what}: expected a JSON object, got content type {event.content_type!r}")
     try:
-        return _object(event.payload, what)
+        found = _object(event.payload, what)
+        _refuse_rounding(event.payload, what)
+        return found
     except InvalidEvent:
         raise
     except ValueError as error:

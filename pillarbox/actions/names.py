@@ -23,7 +23,8 @@ class EventNames:
     def add(self, kind: type, name: str | None = None) -> str:
         """Reserve a name for a class; raises `InvalidAction` when it is taken.
 
-        It is the given one, else the class's `event_type`, else its own name: as `Handlers.on` reads it.
+        It is the given one, else the class's `event_type`, be it inherited, else its own name: as `Handlers.on` reads
+        it.
         """
         chosen = check_text(f"Event class {describe(kind)}: its name", _choose_name(kind, name))
         place = (self._namespace, chosen)
@@ -33,7 +34,7 @@ class EventNames:
             if known is not None and describe(known) != describe(kind):
                 raise InvalidAction(
                     f"Event name {chosen!r} of namespace {self._namespace!r}: {describe(known)} has it already, so "
-                    f"{describe(kind)} cannot. Rename one, or name it otherwise: @log.event(name=…)"
+                    f"{describe(kind)} cannot. {_advise(kind)}"
                 )
             _classes[place] = kind
             self._given[kind] = chosen
@@ -47,12 +48,21 @@ class EventNames:
 
 
 def _choose_name(kind: type, name: str | None) -> str:
-    own = getattr(kind, "event_type", None)
-    if own is not None and not isinstance(own, str):
-        raise InvalidAction(f"Event class {describe(kind)}: expected event_type to be text of the class, got {own!r}")
+    found = getattr(kind, "event_type", None)
+    if found is not None and not isinstance(found, str):
+        raise InvalidAction(f"Event class {describe(kind)}: expected event_type to be text of the class, got {found!r}")
+    own = vars(kind).get("event_type")
     if name is not None and own is not None and own != name:
         raise InvalidAction(f"Event class {describe(kind)}: its event_type is {own!r}, so it cannot be named {name!r}")
-    return name or own or kind.__name__
+    return name or found or kind.__name__
+
+
+def _advise(kind: type) -> str:
+    if vars(kind).get("event_type") is not None:
+        return "Change the event_type of one of them."
+    if getattr(kind, "event_type", None) is not None:
+        return "It inherits its event_type; give it one of its own: @log.event(name=…)"
+    return "Rename one, or name it otherwise: @log.event(name=…)"
 
 
 def _tell(kind: type, name: str) -> None:

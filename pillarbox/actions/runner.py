@@ -115,6 +115,7 @@ class SyncRunner(_Runner, Generic[P, R]):
                 try:
                     with ActionScope(self._books, call, session, span=span) as act:
                         result: R = self._function(act, params)
+                        _check_result(result, self.name)
                 except Exception as error:
                     delay = tries.next_delay(error)
                     if delay is None:
@@ -140,6 +141,23 @@ class Decorator(Protocol):
     def __call__(self, function: Callable[[Action[Session], P], R], /) -> SyncRunner[P, R]: ...
 
 
-def make_runner(function: Callable[..., Any], **options: Any) -> Any:
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return AsyncRunner(function, **options) if is_async else SyncRunner(function, **options)
+def make_runner(function: Callable[..., Any], *, name: str, **options: Any) -> Any:
+    forms = (function, type(function).__call__)
+    if any(inspect.isgeneratorfunction(form) or inspect.isasyncgenfunction(form) for form in forms):
+        raise TypeError(
+            f"Action {name!r}: expected a function that does the action when it is called or awaited, got a generator "
+            f"function, {function!r}. Return a list instead of yielding."
+        )
+    is_async = any(inspect.iscoroutinefunction(form) for form in forms)
+    return AsyncRunner(function, name=name, **options) if is_async else SyncRunner(function, name=name, **options)
+
+
+def _check_result(result: object, name: str) -> None:
+    if not inspect.isawaitable(result):
+        return
+    if inspect.iscoroutine(result):
+        result.close()  # it never runs
+    raise TypeError(
+        f"Action {name!r}: its function returned something to await, {result!r}, which would be done after the end of "
+        "the action. Make it an `async def`."
+    )

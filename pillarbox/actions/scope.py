@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
@@ -20,13 +20,18 @@ from pillarbox.actions import rows
 from pillarbox.actions.action import Action, Call, current_action, enter
 from pillarbox.actions.names import EventNames
 from pillarbox.actions.spans import Span
-from pillarbox.actions.watch import innermost, mark_failed, unwatch, watch
+from pillarbox.actions.subject import check_subject
+from pillarbox.actions.undone import check_undone, is_undone
+from pillarbox.actions.watch import innermost, mark_failed, note_recorded, unwatch, watch
 from pillarbox.errors import ActionError, ActionRepeated, ConfigError, SchemaError, TransactionError
 from pillarbox.stores.sql import is_missing
 from pillarbox.targets import autocommit_error, check_connection, commits_alone, is_async, session_of
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession
+
+KEY_TRIES: Final = 6
+"""Of those who waited for a key until the first one failed, MySQL and MariaDB let one have it and undo the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +187,24 @@ class ActionScope:
     def _begin(self, session: Session) -> None:
         action = self._running
         _check_session(session, self._books.events)
-        if not session.in_transaction():
-            session.begin()
-        action._transaction = innermost(session)
-        watch(session, action)
+        _enter_transaction(session, action)
         if action.idempotency_key is not None:
-            self._reserve_key(session, action)
+            self._take_key(session, action)
         self._has_begun = True
+
+    def _take_key(self, session: Session, action: Action[Any]) -> None:
+        for tries_left in reversed(range(KEY_TRIES)):
+            try:
+                self._reserve_key(session, action)
+            except DBAPIError as error:
+                # In a session of our own nothing has happened yet, so it can be begun anew.
+                if self._given is not None or not tries_left or not is_undone(error):
+                    raise
+            else:
+                return
+            unwatch(session, action)
+            session.rollback()
+            _enter_transaction(session, action)
 
     def _reserve_key(self, session: Session, action: Action[Any]) -> None:
         table = self._books.actions
@@ -212,18 +228,25 @@ class ActionScope:
         action, books = self._running, self._books
         action._check_use("the end of its block")
         action._check_done(session)
+        db = session.connection(bind_arguments={"clause": sa.insert(books.events)})
+        check_undone(action.name, db)
         session.flush()
-        completed_at = max(books.clock(), action.started_at)
-        insert = sa.insert(books.events)
-        db = session.connection(bind_arguments={"clause": insert})
         check_connection(db)
+        _check_subjects(session, action, books.events)
+        completed_at = max(books.clock(), action.started_at)
         for statement in rows.insert_rows(books.events, rows.event_rows(action, completed_at), db.dialect.name):
             _execute(db, statement)
         if action.idempotency_key is not None:
-            _execute(db, rows.complete_action(books.actions, action, completed_at))
+            completed = _execute(db, rows.complete_action(books.actions, action, completed_at))
+            if completed.rowcount != 1:
+                raise TransactionError(
+                    f"Action {action.name!r}: the row of its idempotency key {action.idempotency_key!r} is gone, so "
+                    "its transaction was undone, or somebody removed it. Run the action again."
+                )
         elif action.actor is not None:
             _execute(db, rows.insert_action(books.actions, action, completed_at))
         action.completed_at = completed_at
+        note_recorded(session, action, db)
         unwatch(session, action)
 
     def _succeed(self) -> None:
@@ -233,7 +256,9 @@ class ActionScope:
     def _fail(self, error: BaseException) -> None:
         action = self._running
         session = action._sync_session
-        if self._given is not None and self._has_begun and session.is_active:
+        # An action that was done before has changed nothing; one that failed in the middle of taking its key may have.
+        is_refused = not self._has_begun and isinstance(error, ActionRepeated)
+        if self._given is not None and action._transaction is not None and not is_refused and session.is_active:
             mark_failed(session, action)
         unwatch(session, action)
         self._leave()
@@ -255,11 +280,35 @@ def _check_session(session: Session, table: sa.Table) -> None:
         bind = session.get_bind(clause=sa.insert(table))
     except UnboundExecutionError as error:
         raise TransactionError(
-            f"This session knows no database for table {table.fullname!r}; make it with bind=engine or "
-            "binds={log.table: engine}."
+            f"This session knows no database for table {table.fullname!r}; make it with bind=engine, the engine of "
+            "your models."
         ) from error
     if commits_alone(bind):
         raise autocommit_error("session")
+
+
+def _enter_transaction(session: Session, action: Action[Any]) -> None:
+    if not session.in_transaction():
+        session.begin()
+    action._transaction = innermost(session)
+    watch(session, action)
+
+
+def _check_subjects(session: Session, action: Action[Any], table: sa.Table) -> None:
+    own = session.get_bind(clause=sa.insert(table))
+    for subject in (event._subject for event in action.events if event._subject is not None):
+        state = check_subject(subject)
+        target = state.mapper.local_table
+        if state.session is not session or not isinstance(target, sa.Table):
+            continue
+        # With an update, for sessions that read elsewhere than they write.
+        other = session.get_bind(mapper=state.mapper, clause=sa.update(target))
+        if other.engine is not own.engine:
+            raise TransactionError(
+                f"Action {action.name!r}: its session keeps {type(subject).__name__} in another database than the "
+                f"log's table {table.fullname!r}, so one could be committed without the other. Let the session have "
+                "one engine for both."
+            )
 
 
 def _execute(db: sa.Connection, statement: Any) -> sa.CursorResult[Any]:

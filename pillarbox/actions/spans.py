@@ -18,7 +18,6 @@ class Span:
     """The span of one call, all its attempts included."""
 
     def __init__(self, call: Call) -> None:
-        self._token: Any = None
         self._retries = 0
         self._span: Any = None
         if _trace is None:

@@ -22,7 +22,7 @@ from pillarbox.cli.handlers import app as handlers
 from pillarbox.cli.logs import wants_tracebacks
 from pillarbox.cli.options import UsageError
 from pillarbox.cli.partitions import app as partitions
-from pillarbox.cli.relay import relay
+from pillarbox.cli.relay import leave_threads_behind, relay
 from pillarbox.cli.schema import app as schema
 from pillarbox.cli.status import audit, prune, status
 from pillarbox.errors import PillarboxError, SinkUnavailable, StoreUnavailable
@@ -69,6 +69,9 @@ def main() -> None:
     """Run the command line and exit."""
     try:
         app(prog_name="pillarbox")
+    except SystemExit as ended:
+        leave_threads_behind(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        raise
     except UsageError as error:
         _fail(error, code=2)
     except (PillarboxError, OSError) as error:

@@ -97,8 +97,11 @@ def backfill(
     ],
     until: Annotated[
         datetime | None,
-        typer.Option(parser=parse_moment_option, metavar="TIME|AGO", help="And before this time (now)."),
+        typer.Option(parser=parse_moment_option, metavar="TIME|AGO", help="And before this time (no end)."),
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Go further back than the retention: what was pruned is told again.")
+    ] = False,
     registry: RegistryOption = None,
     namespace: NamespaceOption = None,
     dry_run: DryRunOption = False,
@@ -107,7 +110,7 @@ def backfill(
     """Notify a new handler of events that were fanned out before it came."""
     config = load({"handlers.registry": registry, "handlers.namespace": namespace})
     handler = load_handlers(config)[name]
-    count = asyncio.run(_backfill(config, handler, since, until, dry_run=dry_run))
+    count = asyncio.run(_backfill(config, handler, since=since, until=until, again=again, dry_run=dry_run))
     if as_json:
         print_json({"handler": handler.name, "events": count, "dry_run": dry_run})
     else:
@@ -115,16 +118,14 @@ def backfill(
         typer.echo(f"{would} handler {handler.name!r} of {say_count(count, 'event')}.")
 
 
-async def _backfill(config: Config, handler: Handler, since: datetime, until: datetime | None, *, dry_run: bool) -> int:
+async def _backfill(config: Config, handler: Handler, **options: Any) -> int:
     check_stores(config)
     total = 0
     for each in _each_store(config):
         store = _open_store(each, find_notifications(each.get_layout()))
         try:
             await store.open()
-            total += await run_backfill(
-                store, handler, since=since, until=until, namespace=_need_namespace(config), dry_run=dry_run
-            )
+            total += await run_backfill(store, handler, namespace=_need_namespace(config), **options)
         finally:
             await store.close()
     return total
@@ -235,7 +236,7 @@ def _make_notified(config: Config, layout: Layout, handlers: Handlers, prefix: s
 
 
 def _relay_maker(config: Config) -> Callable[..., Relay]:
-    names = ("batch_size", "lease", "poll", "dead", "stop_timeout")
+    names = ("batch_size", "in_flight", "lease", "poll", "dead", "stop_timeout")
     return partial(Relay, **{name: getattr(config.relay, name) for name in names})
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -45,6 +46,9 @@ log = logging.getLogger("pillarbox.cli")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # `timeout`, terminals and process runners often send one signal twice, to the process and to its group.
 ECHO = 0.5
+# Threads in which functions of the user's run, and how long to wait for one that is about to end.
+THREADS = ("pillarbox-sink", "pillarbox-join")
+GOODBYE = 1.0
 
 
 class ClaimBy(StrEnum):
@@ -223,6 +227,20 @@ def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:
         f"{'' if store.keeps_order else 'in the order of their times only, '}"
         f"{config.relay.in_flight or store.in_flight} batches of up to {config.relay.batch_size} at once"
     )
+
+
+def leave_threads_behind(code: int) -> None:
+    """Exit at once if functions still run that were given up: the interpreter would wait for them to end."""
+    deadline = time.monotonic() + GOODBYE
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREADS):
+            thread.join(max(0.0, deadline - time.monotonic()))
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+    if left:
+        log.warning("Left behind: %d calls that take longer than their timeout.", len(left))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from datetime import UTC, datetime
 from functools import partial
 
 from pillarbox.errors import ConfigError
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.handlers.registry import Handlers
-from pillarbox.handlers.sink import HandlerSink, check_joins
+from pillarbox.handlers.sink import HandlerSink, Slot, check_joins
 from pillarbox.joining import Joined, Settling, join
-from pillarbox.retry import Failure, RetryPolicy
+from pillarbox.judging import decide
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.workers import send_groups
 from pillarbox.sources import Source
@@ -74,36 +73,33 @@ class DispatchSink:
 
     async def _send(self, settling: Settling, claims: Sequence[Claim], *, otherwise: Outcome) -> Sequence[Outcome]:
         async def send(step: Sequence[Claim]) -> Sequence[Outcome]:
+            claim = step[0]
+            sinks = self._by_type.get(claim.event.type, ())
+            slots = [sink.make_slot() for sink in sinks]
             try:
-                claim = step[0]
-                if claim.event.type not in self._by_type and not self._skips_unmatched:
+                if not sinks and not self._skips_unmatched:
                     return [Dead(f"No handler for events of type {claim.event.type!r}")]
-                work, session = partial(self._work, claim), self._sessions.get(claim.event.type)
+                # Before the transaction begins, and always in the same order: who waits for a place holds no row.
+                for slot in slots:
+                    await slot.take()
+                work, session = partial(self._work, claim, slots), self._sessions.get(claim.event.type)
                 return [await join(settling, claim, work, session=session, otherwise=otherwise)]
             finally:
+                for slot in slots:
+                    slot.release()
                 self._slots.release()
 
         return await send_groups(claims, group_by_key(claims), send, slots=self._slots, width=self._concurrency)
 
-    async def _work(self, claim: Claim, joined: Joined) -> Outcome:
-        for sink in self._by_type.get(claim.event.type, ()):
-            await sink.take_slot()
-            outcome = await sink.call(claim, joined)
+    async def _work(self, claim: Claim, slots: Sequence[Slot], joined: Joined) -> Outcome:
+        for sink, slot in zip(self._by_type.get(claim.event.type, ()), slots, strict=True):
+            outcome = await sink.call(claim, slot, joined)
             if isinstance(outcome, Retry) and sink.handler.retry is not None:
-                return _decide(sink.handler.retry, claim, outcome)
+                # That of the relay has the last word.
+                return decide(sink.handler.retry, claim, outcome)
             if not isinstance(outcome, Delivered):
                 return outcome
         return DELIVERED
-
-
-def _decide(policy: RetryPolicy, claim: Claim, retry: Retry) -> Outcome:
-    """What a handler's own policy says of its failure; that of the relay has the last word."""
-    put_at = claim.event.created_at
-    age = None if put_at is None else datetime.now(UTC) - put_at
-    delay = policy.next_delay(Failure(claim.attempt, retry.error, retry.cause, age, claim.event.max_attempts))
-    if delay is None:
-        return Dead(retry.error)
-    return Retry(retry.error, delay if retry.after is None else retry.after, retry.cause)
 
 
 def _session_of(type: str, sinks: Sequence[HandlerSink]) -> Joins | None:

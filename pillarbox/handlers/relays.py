@@ -52,7 +52,9 @@ def handler_relays(
 
     def make(store: SqlStore, sink: Sink, hook: Hook | None) -> Relay:
         own = sink.handler.retry if isinstance(sink, HandlerSink) else None
-        return make_relay(store, sink, retry=own or retry, hook=hook)
+        # What is not given here may be given there.
+        given = {"retry": own or retry, "hook": hook}
+        return make_relay(store, sink, **{name: value for name, value in given.items() if value is not None})
 
     group = route_relays(open_store, sinks, routes, make_relay=make, into=into, prefix=prefix, hook=hook)
     # Rows that wait under a former name of a handler; nothing new is put there.

@@ -20,10 +20,13 @@ from pillarbox.inbox.database import Database, Where, open_database
 from pillarbox.inbox.inbox import Inbox, check_group
 from pillarbox.inbox.message import GROUP_HEADER, ID_HEADER, SOURCE_HEADER, TIME_HEADER, Message
 from pillarbox.inbox.omnibox import OmniboxTakes, is_error_whole
+from pillarbox.inbox.ownership import check_taken
+from pillarbox.inbox.pieces import Pieces
 from pillarbox.inbox.storing import read_claim
 from pillarbox.insertion import insertion_for
 from pillarbox.sources import Letter
 from pillarbox.stores.build import build_transitions
+from pillarbox.stores.dialect import is_mysql
 from pillarbox.stores.transitions import Transitions
 
 # Rows on their way into the dead table are nobody's to claim, and two of one message wait for each other.
@@ -44,7 +47,11 @@ class InboxDeadLetters:
         self._transitions: dict[str, Transitions] = {}
 
     async def bury(self, letters: Sequence[Letter]) -> None:
-        """Write dead messages with their bytes, headers and errors, in one transaction."""
+        """Write dead messages with their bytes, headers and errors, in one transaction.
+
+        What no retry could mend is a `ConfigError`, which ends the consumer: the inbox is another group's by now, or a
+        message is too large for the database.
+        """
         if not letters:
             return
         if self._database is None:
@@ -72,6 +79,7 @@ class InboxDeadLetters:
         """
         messages = [self._readable(letter) for letter in letters]
         is_new = iter(self._inbox.write(db, [message for message in messages if message is not None]))
+        check_taken(self._inbox, db, self._group)
         return [letter for letter, message in zip(letters, messages, strict=True) if message is None or next(is_new)]
 
     def _readable(self, letter: Letter) -> Message | None:
@@ -105,14 +113,7 @@ class InboxDeadLetters:
         return rest
 
     def _fitting(self, letter: Letter) -> Message | None:
-        if not is_error_whole(letter.error):
-            return None
-        try:
-            message = read_claim(letter.claim, group=self._group)
-            self._inbox.check(message)
-        except (InvalidEvent, Unsupported):
-            return None
-        return message
+        return self._readable(letter) if is_error_whole(letter.error) else None
 
     # -- the queue's dead table --------------------------------------------------------------------------------------
 
@@ -141,6 +142,22 @@ class InboxDeadLetters:
         db.execute(sa.update(dead).where(dead.c.seq.in_([claim.row for claim in claims])).values(sink=""))
 
     def _put(self, db: sa.Connection, events: Sequence[Event]) -> None:
+        if not is_mysql(db.dialect.name):
+            self._insert(db, events)
+            return
+        pieces = Pieces.measure(db)
+        for event, headers in zip(events, self._encoder.headers(events, {}), strict=True):
+            pieces.check(event, headers)
+        for group in pieces.heads(events):
+            self._insert(db, group)
+        queue = self._queue.table
+        for event in events:
+            row = (queue.c.id == event.id) & (queue.c.sink == _ON_THE_WAY)
+            for piece in pieces.rest(event):
+                longer = sa.func.concat(queue.c.payload, sa.func.unhex(piece))
+                db.execute(sa.update(queue).where(row).values(payload=longer))
+
+    def _insert(self, db: sa.Connection, events: Sequence[Event]) -> None:
         queue = self._queue
         insertion = insertion_for(queue.layout, queue.table, db.dialect, sink=_ON_THE_WAY, notify=False)
         for statement in insertion.prepare(events, self._encoder.headers(events, {})):

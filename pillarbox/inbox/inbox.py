@@ -19,13 +19,14 @@ from pillarbox import drivers
 from pillarbox.durations import parse_duration
 from pillarbox.errors import ConfigError, InvalidEvent, LayoutError, SchemaError, TransactionError, Unsupported
 from pillarbox.event import LIMITS
-from pillarbox.inbox.message import Message, is_writable
+from pillarbox.inbox.message import MAX_LENGTH, Message, is_writable
 from pillarbox.inbox.omnibox import OmniboxRows, OmniboxTakes, Status
 from pillarbox.inbox.retention import Pruning
 from pillarbox.inbox.takes import Takes, takes_for
 from pillarbox.layouts import Layout, check_database, declare_layout, get_layout
 from pillarbox.layouts.inbox_tables import QUEUE, declare_inbox
 from pillarbox.outbox import Outbox
+from pillarbox.stores.dialect import is_mysql
 from pillarbox.stores.sql import is_missing
 from pillarbox.stores.url import open_store
 from pillarbox.targets import autocommit_error, check_connection, commits_alone, is_async, session_of, wrong_target
@@ -59,7 +60,7 @@ class Inbox:
     Declares the tables on the user's `MetaData`; creates nothing. `layout` is `pillarbox`, `omnibox` or
     `omnibox-partitioned`. A message is known for `retention`, counted from when it was taken; `prune` forgets it then.
     `queue` is where messages are stored that are handled later, and where dead letters are: a table of the inbox's name
-    with `_queue` behind it unless an `Outbox` is given, or false for none.
+    with `_queue` behind it unless an `Outbox` of layout `pillarbox` is given, or false for none.
     """
 
     def __init__(
@@ -116,6 +117,11 @@ class Inbox:
 
     def _declare_queue(self, metadata: sa.MetaData, queue: Outbox | bool) -> Outbox | None:
         if isinstance(queue, Outbox):
+            if queue.layout.name != "pillarbox":
+                raise LayoutError(
+                    f"Inbox {self.table.fullname!r} queue: expected an outbox of layout 'pillarbox', got one of "
+                    f"{queue.layout.name!r}"
+                )
             return queue
         if not queue:
             return None
@@ -272,10 +278,10 @@ class Inbox:
 
         Each batch is a transaction of its own and waits for nobody.
         """
-        limit = self._age(age)
+        limit, options = self._age(age), _prune_options(engine.dialect, batch)
         total = 0
         while True:
-            with engine.begin() as db:
+            with engine.connect().execution_options(**options) as db, db.begin():
                 count = self.pruning.run(db, limit, batch)
             total += count
             if count < batch:
@@ -283,11 +289,13 @@ class Inbox:
 
     async def prune_async(self, engine: AsyncEngine, *, age: timedelta | str | None = None, batch: int = 1000) -> int:
         """`prune` through an asynchronous engine."""
-        limit = self._age(age)
+        limit, options = self._age(age), _prune_options(engine.dialect, batch)
         total = 0
         while True:
-            async with engine.begin() as db:
-                count: int = await db.run_sync(self.pruning.run, limit, batch)
+            async with engine.connect() as db:
+                await db.execution_options(**options)
+                async with db.begin():
+                    count: int = await db.run_sync(self.pruning.run, limit, batch)
             total += count
             if count < batch:
                 return total
@@ -303,10 +311,18 @@ def _find_layout(layout: str) -> Layout:
     return get_layout(_LAYOUTS[layout])
 
 
+def _prune_options(dialect: Dialect, batch: int) -> dict[str, Any]:
+    if batch < 1:
+        raise ConfigError(f"Inbox batch: expected a whole number of 1 or more, got {batch!r}")
+    # Under REPEATABLE READ InnoDB also locks the gaps between the rows, where takes want to write.
+    return {"isolation_level": "READ COMMITTED"} if is_mysql(dialect.name) else {}
+
+
 def check_group(inbox: Inbox, group: object) -> str:
     """A consumer group's name."""
-    if not isinstance(group, str) or not group:
-        raise ConfigError(
-            f"Inbox {inbox.table.fullname!r}: expected group, the name of a consumer group; got {group!r}"
-        )
-    return group
+    if isinstance(group, str) and 0 < len(group) <= MAX_LENGTH and is_writable(group):
+        return group
+    raise ConfigError(
+        f"Inbox {inbox.table.fullname!r}: expected group, the name of a consumer group of at most {MAX_LENGTH} "
+        f"characters without zero and surrogates; got {group!r}"
+    )

@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql
 from pillarbox.codec import JSON
 from pillarbox.encoding import Encoder
 from pillarbox.errors import InvalidEvent, TransactionError
-from pillarbox.event import BYTES, Event, uuid7
+from pillarbox.event import BYTES, LIMITS, Event, uuid7
 from pillarbox.inbox.message import ID_HEADER, TIME_HEADER, Message, is_writable
 from pillarbox.inbox.takes import Key, Takes
 from pillarbox.layouts.clock import now
@@ -57,6 +57,14 @@ class OmniboxRows:
                 f"Message {message.id!r}: layout {self._layout.name!r} holds JSON without zero characters, got one in "
                 "its payload"
             )
+        # An event that came from a broker was not checked when it was made.
+        for name in LIMITS:
+            text = getattr(event, name)
+            if text is not None and not is_writable(text):
+                raise InvalidEvent(
+                    f"Message {message.id!r}, {name}: expected text without zero and surrogate characters; got "
+                    f"{text[:80]!r}"
+                )
 
     def arrays(self, messages: Sequence[Message], errors: Sequence[str] | None = None) -> dict[str, list[Any]]:
         """The values of each column."""

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import orjson
 import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 
 from pillarbox.durations import format_duration
-from pillarbox.errors import SinkUnavailable, StoreUnavailable
+from pillarbox.errors import PillarboxError
 from pillarbox.inbox.takes import list_given
 from pillarbox.layouts.clock import later
 from pillarbox.retry import ByException, Constant, Exponential, Failure, Linear, RetryPolicy
@@ -80,12 +81,15 @@ class Forgetting:
         self._next = 0.0
 
     async def run(self, run: Callable[[Callable[[sa.Connection], int]], Awaitable[int]]) -> None:
-        """Forget some if it is time, in a transaction of `run`; a database that is down puts it off."""
+        """Forget some if it is time, in a transaction of `run`; what goes wrong is said, and puts it off.
+
+        The messages of the caller are done by then: nothing that fails here may be held against them.
+        """
         if time.monotonic() < self._next:
             return
         try:
             count = await run(lambda db: self._pruning.run(db, self._retention, PRUNED_AT_ONCE))
-        except (SinkUnavailable, StoreUnavailable) as error:
+        except (PillarboxError, SQLAlchemyError) as error:
             log.warning("Could not forget old messages: %s", error)
             count = 0
         if count < PRUNED_AT_ONCE:

@@ -24,7 +24,8 @@ from pillarbox.errors import (
 from pillarbox.event import DELIVERED, EVENT_FIELDS, LIMITS, RELEASED, Claim, Dead, Event, Outcome, load_event
 from pillarbox.inbox.database import Database, Where, open_database
 from pillarbox.inbox.inbox import Inbox, check_group
-from pillarbox.inbox.message import ID_HEADER, SOURCE_HEADER, TIME_HEADER, Message, is_writable
+from pillarbox.inbox.message import GROUP_HEADER, ID_HEADER, SOURCE_HEADER, TIME_HEADER, Message, is_writable
+from pillarbox.inbox.ownership import check_alone, check_queued, check_taken
 from pillarbox.inbox.retention import Forgetting
 from pillarbox.outbox import MAX_PAYLOAD, Outbox
 from pillarbox.sinks.order import release_successors
@@ -136,6 +137,7 @@ class StoreSink:
     def _write(self, db: sa.Connection, messages: Sequence[Message]) -> None:
         status: Any = "completed" if self._queue is not None else "pending"
         is_new = self._inbox.write(db, messages, status=status)
+        check_taken(self._inbox, db, self._group)
         new = [message for message, new in zip(messages, is_new, strict=True) if new]
         if not new:
             return
@@ -152,26 +154,14 @@ class StoreSink:
         receipt = queue.put(db, *(as_event(message) for message in by_event.values()))
         if not receipt.existing:
             return
-        known = [by_event[event.id] for event in receipt.existing]
-        others = self._find_others(db, known)
-        if others is not None:
-            raise ConfigError(
-                f"Inbox {self._inbox.table.fullname!r}: message {others[1]!r} is new for group {self._group!r}, but "
-                f"the queue {queue.table.fullname!r} has it for group {others[0]!r}. Two groups cannot share a queue: "
-                "give each an inbox table of its own, or a queue."
-            )
-        # Forgotten by the inbox while it waits in the queue, it came again: the queue has it.
-
-    def _find_others(self, db: sa.Connection, messages: Sequence[Message]) -> tuple[str, str] | None:
-        c = self._inbox.table.c
-        found = sa.select(c.consumer_group, c.message_id).where(
-            c.message_id.in_([message.id for message in messages]), c.consumer_group != self._group
-        )
-        row = db.execute(found.limit(1)).first()
-        return None if row is None else (row.consumer_group, row.message_id)
+        # Forgotten by the inbox while it waits in the queue, it came again: the queue has it, if it is the same.
+        c = queue.table.c
+        known = [event.id for event in receipt.existing]
+        check_queued(self._inbox, db.execute(sa.select(c.headers).where(c.id.in_(known))), self._group)
 
     def _look(self, db: sa.Connection) -> None:
         self._inbox.look(db)
+        check_alone(self._inbox, db, self._group)
         if is_mysql(db.dialect.name):
             # More than that the server answers by closing the connection; bytes are written as two digits each.
             packet = int(db.exec_driver_sql("SELECT @@max_allowed_packet").scalar_one())
@@ -182,7 +172,7 @@ class StoreSink:
             self._database = open_database(self._inbox, self._where)
         try:
             return await self._database.run(work)
-        except (StoreUnavailable, SchemaError) as error:
+        except (ConfigError, StoreUnavailable, SchemaError) as error:
             raise SinkUnavailable(f"Sink {self.name}: {error}") from error
 
 
@@ -196,7 +186,9 @@ def read_claim(claim: Claim, *, group: str) -> Message:
 def as_event(message: Message) -> Event:
     """The event of a message as a queue takes it: what it has no column for goes into headers."""
     event = message.event
-    more = {SOURCE_HEADER: message.source} if message.source else {}
+    more = {GROUP_HEADER: message.group}
+    if message.source:
+        more[SOURCE_HEADER] = message.source
     if message.id != str(event.id):
         more[ID_HEADER] = message.id
     if event.created_at is not None:

@@ -15,6 +15,7 @@ from pillarbox.event import DELIVERED, Claim, Dead, Outcome
 from pillarbox.handlers.dispatch import DispatchSink
 from pillarbox.handlers.registry import Handlers
 from pillarbox.inbox.inbox import Inbox, check_group
+from pillarbox.inbox.ownership import check_alone
 from pillarbox.inbox.retention import Forgetting
 from pillarbox.inbox.storing import read_claim
 from pillarbox.sinks.order import deliver_rest
@@ -61,9 +62,13 @@ class TakingSink(DispatchSink):
 
     async def check(self) -> None:
         try:
-            await self._store.run(self._inbox.look, writes=False)
-        except SchemaError as error:
+            await self._store.run(self._look, writes=False)
+        except (ConfigError, SchemaError) as error:
             raise SinkUnavailable(f"Sink {self.name}: {error}") from error
+
+    def _look(self, db: sa.Connection) -> None:
+        self._inbox.look(db)
+        check_alone(self._inbox, db, self._group)
 
     async def close(self) -> None:
         await super().close()

@@ -2,6 +2,7 @@
 
     action_events                what happened, one row an event, and one with no event for an action that emits none
     action_event_notifications   one row an event and handler, where events are handled inside the application
+    action_events_actions        who did an action, and under which key, where the application says so
 
 Text compares byte by byte: two handlers whose names differ in a letter's case are two. Rows without an event are in no
 index but that of the actions.
@@ -18,6 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Mapped
 
 from pillarbox.layouts import ekbatan_tables as ekbatan
+from pillarbox.layouts.action_side import declare_actions
 from pillarbox.layouts.clock import text_type
 from pillarbox.layouts.foreign import NativeUuid
 from pillarbox.layouts.mixin import Mixin
@@ -81,16 +83,22 @@ def _declare_events(metadata: sa.MetaData, table: str, schema: str | None) -> sa
 
 
 def declare(metadata: sa.MetaData, table: str = TABLE, schema: str | None = None) -> Mapping[str, sa.Table]:
-    """Declare the event table, which others may read, and the side table `…_state` for delivering from it."""
+    """Declare the event table, which others may read, and its side tables.
+
+    `…_state` is for delivering from it, `…_actions` for the actors and idempotency keys of actions.
+    """
     check_identifier(f"{table}_state_until", ALL_DIALECTS)
     outbox = _declare_events(metadata, table, schema)
-    return {"outbox": outbox, "state": declare_side(outbox, NativeUuid())}
+    return {"outbox": outbox, "state": declare_side(outbox, NativeUuid()), "actions": declare_actions(outbox)}
 
 
 def declare_with_handlers(
     metadata: sa.MetaData, table: str = TABLE, schema: str | None = None
 ) -> Mapping[str, sa.Table]:
-    """Declare the table of notifications and that of the events they tell of; either may be named."""
+    """Declare the table of notifications, that of the events they tell of and its `…_actions`.
+
+    Either of the first two may be named.
+    """
     events = ekbatan.events_name(table)
     name = ekbatan.notifications_name(events)
     own = _notification_args(name)
@@ -98,7 +106,7 @@ def declare_with_handlers(
     notifications = find_table(metadata, name, schema, notification_columns())
     if notifications is None:
         notifications = sa.Table(name, metadata, *notification_columns(), *own, schema=schema)
-    return {"outbox": notifications, "events": log}
+    return {"outbox": notifications, "events": log, "actions": declare_actions(log)}
 
 
 class _ActionMixin(Mixin):

@@ -38,7 +38,8 @@ def log_layout(notifications: Layout, *, namespace: str, types: Sequence[str], d
         found = notifications.declare(metadata, table, schema)
         return {"outbox": found["events"], "notifications": found["outbox"]}
 
-    is_postgres = dialect == "postgresql"
+    # The first rows of each type by the index, which has the type before the date. SQLite sorts: it locks no rows.
+    has_heads = dialect != "sqlite"
     unchanged = Update(lambda c, given: {"delivered": sa.false()})
     return Layout(
         name=f"{notifications.name}-fan-out",
@@ -54,9 +55,8 @@ def log_layout(notifications: Layout, *, namespace: str, types: Sequence[str], d
         attempts=None,
         created="event_date",
         ready=is_open,
-        # Elsewhere rows of several types come in the order of the index: sorting them would lock them all.
-        order_by=("event_date", "id") if is_postgres else ("event_type", "event_date", "id"),
-        scope=Scope("event_type", is_open) if is_postgres else None,
+        order_by=("event_date", "id"),
+        scope=Scope("event_type", is_open) if has_heads else None,
         waits=(),
         lease=Lease(
             fence="delivered",
@@ -117,7 +117,8 @@ class LogSource:
         self._mode: Mode = "lease" if store.dialect == "sqlite" else "hold"
         self.modes: frozenset[Mode] = frozenset({self._mode})
         self.joins: frozenset[Any] = frozenset()
-        self.in_flight = store.in_flight
+        # One batch after the other: notifications of a later one must not be written first.
+        self.in_flight = 1
         self.retention = None
 
     @property

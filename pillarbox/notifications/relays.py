@@ -5,11 +5,12 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from pillarbox.errors import ConfigError
-from pillarbox.event import LIMITS
+from pillarbox.durations import format_duration
+from pillarbox.errors import ConfigError, Reject
+from pillarbox.event import LIMITS, Claim
 from pillarbox.group import RelayGroup, Waking
 from pillarbox.handlers.registry import Handler, Handlers
 from pillarbox.handlers.sink import HandlerSink
@@ -56,6 +57,7 @@ def notification_relays(
 
     `retry` is for handlers that have no policy of their own. Without, they are called again within 30 seconds, then
     within twice as long each time up to 5 minutes, until their notification is as old as their `max_age`, or 7 days.
+    A notification that was tried before and is older than its policy's `max_age` is given up without a call.
     `make_relay` makes each relay, with options of your choice: `partial(Relay, poll=…)`.
     """
     notified = find_notifications(layout)
@@ -66,10 +68,9 @@ def notification_relays(
     relays: dict[str, Relay] = {}
     for handler in handlers if handles else ():
         store = open_store(layout=limit_to_handler(notified, handler, namespace=namespace, dialect=dialect))
-        sink = HandlerSink(handlers, handler)
-        relays[prefix + handler.name] = make_relay(
-            store, sink, retry=handler.retry or retry or retry_policy(handler), hook=hook
-        )
+        policy = handler.retry or retry or retry_policy(handler)
+        sink = _NotificationSink(handlers, handler, policy)
+        relays[prefix + handler.name] = make_relay(store, sink, retry=policy, hook=hook)
     if not fans_out:
         return RelayGroup(relays)
     types = list(handlers.types)
@@ -77,7 +78,7 @@ def notification_relays(
     source = LogSource(open_store(layout=log, **({"topics": types} if log.scope is not None else {})))
     fan_out = NotificationFanOut(source.store.tables, notified, handlers)
     waking = Waking(None, list(relays.values()), hook)
-    feeding = make_relay(source, fan_out, claim="auto", hook=waking)
+    feeding = make_relay(source, fan_out, claim="auto", in_flight=source.in_flight, hook=waking)
     return RelayGroup({f"{prefix}fan-out": feeding, **relays}, feeds={f"{prefix}fan-out": list(relays)})
 
 
@@ -101,6 +102,24 @@ def limit_to_handler(notified: Layout, handler: Handler, *, namespace: str, dial
 def retry_policy(handler: Handler) -> RetryPolicy:
     """When the failed notifications of a handler without a policy are tried again: as the other system does."""
     return Exponential(FIRST_DELAY, cap=LONGEST_DELAY, max_attempts=None, max_age=handler.max_age or MAX_AGE)
+
+
+class _NotificationSink(HandlerSink):
+    """Gives up for the policy too: a call that ends its process reports no failure that a policy could judge."""
+
+    def __init__(self, handlers: Handlers, handler: Handler, policy: RetryPolicy) -> None:
+        super().__init__(handlers, handler)
+        self._again_within: timedelta | None = getattr(policy, "max_age", None)
+
+    def _check_age(self, claim: Claim) -> None:
+        super()._check_age(claim)
+        # One that nobody had time for is still called, however old.
+        put_at, most = claim.event.created_at, self._again_within
+        if claim.attempt > 1 and put_at is not None and most is not None and datetime.now(UTC) - put_at > most:
+            raise Reject(
+                f"Handler {self.name!r}: the notification was tried {claim.attempt - 1} times and is older than "
+                f"{format_duration(most)}"
+            )
 
 
 def _check(handlers: Handlers, namespace: object, does_something: bool) -> None:

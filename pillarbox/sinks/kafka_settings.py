@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pillarbox.errors import ConfigError, MissingExtra
 from pillarbox.sinks.tls import check_tls_files
@@ -22,18 +22,13 @@ try:
 except ImportError as error:
     raise MissingExtra("Kafka", "kafka") from error
 
-log = logging.getLogger("pillarbox.sinks.kafka")
+_LOGS: Final = {"Sink": logging.getLogger("pillarbox.sinks.kafka"), "Source": logging.getLogger("pillarbox.source")}
 
 MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 
-# Settings that belong to an option, with what to do instead.
-_OURS: Final[dict[str, str]] = {
+CONNECTION: Final[dict[str, str]] = {
     **dict.fromkeys(("bootstrap.servers", "metadata.broker.list"), "name the servers in the url"),
-    **dict.fromkeys(("acks", "request.required.acks"), "use the option acks"),
-    **dict.fromkeys(("enable.idempotence",), "use the option idempotence"),
-    **dict.fromkeys(("message.timeout.ms", "delivery.timeout.ms"), "use the option timeout"),
-    **dict.fromkeys(("compression.type", "compression.codec"), "use the option compression"),
     **dict.fromkeys(("sasl.mechanism", "sasl.mechanisms"), "use the option sasl_mechanism"),
     **dict.fromkeys(("sasl.username", "sasl.password"), "give user and password in the url"),
     "security.protocol": "use the option tls, and give user and password in the url",
@@ -41,6 +36,14 @@ _OURS: Final[dict[str, str]] = {
     "ssl.certificate.location": "use the option tls_certificate",
     "ssl.key.location": "use the option tls_key",
     "enable.ssl.certificate.verification": "use the option tls_verify",
+}
+"""Settings of any client that belong to an option, with what to do instead."""
+_OURS: Final[dict[str, str]] = {
+    **CONNECTION,
+    **dict.fromkeys(("acks", "request.required.acks"), "use the option acks"),
+    **dict.fromkeys(("enable.idempotence",), "use the option idempotence"),
+    **dict.fromkeys(("message.timeout.ms", "delivery.timeout.ms"), "use the option timeout"),
+    **dict.fromkeys(("compression.type", "compression.codec"), "use the option compression"),
     "transactional.id": "use the option transactional_id",
 }
 # Settings without which the sink does not know what became of a message, or orders keys as it likes.
@@ -183,16 +186,18 @@ def mask(text: str, settings: KafkaSettings) -> str:
 
 
 class ClientLog:
-    """Takes the client's log lines; those about connections are in the sink's errors already."""
+    """Takes the client's log lines; those about connections are in the errors of the sink or source already."""
 
-    def __init__(self, settings: KafkaSettings, name: str) -> None:
+    def __init__(self, settings: KafkaSettings, name: str, *, owner: Literal["Sink", "Source"] = "Sink") -> None:
         self._settings = settings
         self._name = name
+        self._owner = owner
 
     def log(self, level: int, form: str, *values: object) -> None:
         is_told_elsewhere = bool(values) and values[0] in ("FAIL", "ERROR", "GETPID", "TXNERR")
         text = mask(form % values, self._settings)
-        log.log(logging.DEBUG if is_told_elsewhere else level, "Sink %s: %s", self._name, text)
+        level = logging.DEBUG if is_told_elsewhere else level
+        _LOGS[self._owner].log(level, "%s %s: %s", self._owner, self._name, text)
 
 
 class _Silence:

@@ -1,8 +1,9 @@
 """What the sources on brokers share: a receiver that keeps a bounded number of messages at hand, and their batches.
 
 The receiver is a task that asks for messages while there is room for them. When the connection is lost it ends; the
-next claim connects again, or says that the broker is down. A second task tells brokers that want to hear it that
-everything at hand is still being worked on.
+next claim connects again, or says that the broker is down. Where connecting succeeds and receiving fails at once, again
+and again, the pauses in between grow. A second task tells brokers that want to hear it that everything at hand is still
+being worked on.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 from pillarbox.errors import ConfigError, StoreUnavailable, Unsupported
-from pillarbox.event import RELEASED, Claim, Dead, Delivered, Outcome, Retry
+from pillarbox.event import Claim, Dead, Delivered, Outcome, Released, Retry
 from pillarbox.sources import DeadLetters, Letter
 from pillarbox.sources.pending import Entry, Pending
 from pillarbox.stores import Counts, Effect, Joins, Mode, Settlement
@@ -26,6 +27,10 @@ log = logging.getLogger("pillarbox.source")
 PREFETCH: Final = 1000
 LEASE: Final = timedelta(seconds=30)
 _RECEIVE: Final = 0.5
+# A receiver that lived for so many seconds, or received anything, was at work; the pauses after those that were not.
+_AT_WORK: Final = 5.0
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 5.0
 
 
 class BrokerBatch:
@@ -57,6 +62,35 @@ class BrokerBatch:
         self._source.give_back(self.claims)
 
 
+class Pauses:
+    """When to connect again: at once after a receiver that was at work, later and later after those that were not."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started_at = 0.0
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._until
+
+    def start(self) -> None:
+        self._started_at = self._clock()
+
+    def note_work(self) -> None:
+        self._failures = 0
+
+    def note_end(self) -> None:
+        now = self._clock()
+        if now - self._started_at >= _AT_WORK:
+            self._failures = 0
+        # The first time may be chance, and connecting again may help.
+        if self._failures:
+            self._until = now + min(_FIRST_PAUSE * 2 ** (self._failures - 1), _LONGEST_PAUSE)
+        self._failures = min(self._failures + 1, 10)
+
+
 class BrokerSource(ABC):
     """A consumer group's membership as a source. A subclass talks to its broker.
 
@@ -82,6 +116,8 @@ class BrokerSource(ABC):
         self._room = asyncio.Event()
         self._opening = asyncio.Lock()
         self._is_open = False
+        self._was_connected = False
+        self._pauses = Pauses(time.monotonic)
         self._receiver: asyncio.Task[None] | None = None
         self._extender: asyncio.Task[None] | None = None
 
@@ -128,6 +164,10 @@ class BrokerSource(ABC):
         await self._disconnect()
         await self._connect()
 
+    def _refusal(self, text: str) -> ConfigError | StoreUnavailable:
+        # What was there once may come back; a source that never ran is told at once.
+        return StoreUnavailable(text) if self._was_connected else ConfigError(text)
+
     def lose(self, entries: Iterable[Entry]) -> None:
         """Forget entries that somebody else gets, or that come again."""
         self.pending.lose(entries)
@@ -139,7 +179,7 @@ class BrokerSource(ABC):
         async with self._opening:
             if not self._is_open:
                 await self._connect()
-                self._is_open = True
+                self._is_open = self._was_connected = True
                 self._start()
 
     async def close(self) -> None:
@@ -214,7 +254,7 @@ class BrokerSource(ABC):
         # Last, because from here on they may be claimed again, and a settlement that failed is called again.
         kept = [(claim, outcome) for claim, outcome in pairs if not claim.row.is_lost]
         retried = [(claim.row, outcome) for claim, outcome in kept if isinstance(outcome, Retry)]
-        released = [claim.row for claim, outcome in kept if outcome is RELEASED]
+        released = [claim.row for claim, outcome in kept if isinstance(outcome, Released)]
         for entry, outcome in retried:
             self.pending.delay(entry, outcome.after or timedelta(0))
         for entry in released:
@@ -254,8 +294,9 @@ class BrokerSource(ABC):
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        self._pauses.start()
         self._receiver = self._watch(self._receive_all(), "receiver")
-        if self.extend_within is not None and self._extender is None:
+        if self.extend_within is not None and (self._extender is None or self._extender.done()):
             self._extender = self._watch(self._extend_all(self.extend_within / 3), "extender")
 
     def _watch(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
@@ -278,11 +319,20 @@ class BrokerSource(ABC):
             if error is not None and not isinstance(error, StoreUnavailable):
                 self._receiver = None
                 raise error
+            if error is not None and not self._pauses.is_over:
+                raise StoreUnavailable(str(error)) from error
             await self._reconnect()
             self._start()
             log.info("Source %s: connected again%s", self.name, "" if error is None else f", after: {error}")
 
     async def _receive_all(self) -> None:
+        try:
+            await self._receive_on()
+        except StoreUnavailable:
+            self._pauses.note_end()
+            raise
+
+    async def _receive_on(self) -> None:
         while True:
             room = self._prefetch - len(self.pending)
             if room <= 0:
@@ -291,6 +341,7 @@ class BrokerSource(ABC):
                 continue
             entries = await self._receive(room, _RECEIVE)
             if entries:
+                self._pauses.note_work()
                 self.pending.add(entries)
                 self._arrived.set()
 
@@ -302,6 +353,9 @@ class BrokerSource(ABC):
                     await self._extend(list(self.pending))
             except StoreUnavailable as error:
                 log.debug("Source %s: could not extend what is at hand: %s", self.name, error)
+            except Exception:
+                # Whatever it was, without this task everything at hand would go to others.
+                log.exception("Source %s: could not extend what is at hand; trying again in %s", self.name, every)
 
 
 def _is_ours(claim: Claim) -> bool:

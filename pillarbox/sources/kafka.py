@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from operator import methodcaller
 from typing import Any, Final, Literal
 
 from pillarbox.errors import ConfigError, MissingExtra, StoreUnavailable
-from pillarbox.sinks.kafka_settings import MECHANISMS, KafkaSettings, make_settings, mask, read_table
+from pillarbox.inbox.message import make_event_id
+from pillarbox.sinks.kafka_settings import CONNECTION, MECHANISMS, KafkaSettings, make_settings, mask, read_table
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.tls import TLS_OPTIONS
 from pillarbox.sinks.url import SinkUrl
 from pillarbox.sources import DeadLetters
 from pillarbox.sources.broker import PREFETCH, BrokerSource
-from pillarbox.sources.kafka_consumer import KafkaConsumer, list_topics
+from pillarbox.sources.kafka_consumer import KafkaConsumer
 from pillarbox.sources.kafka_progress import Part
+from pillarbox.sources.kafka_topics import list_topics
 from pillarbox.sources.pending import Entry
 from pillarbox.sources.reading import Raw, read_message
 from pillarbox.sources.url import speak_of_sources
@@ -34,6 +38,8 @@ TIMEOUT: Final = timedelta(seconds=10)
 _GIVE_UP: Final = 5.0
 TOMBSTONE: Final = "pillarbox-tombstone"
 """The header of an event whose message had no value: in a compacted topic, that its key is deleted."""
+# An id has room for 255 characters, and the longest numbers after the topic take 51.
+_LONG: Final = 200
 _STRATEGIES: Final = {"cooperative": "cooperative-sticky", "eager": "range,roundrobin"}
 _OPTIONS: Final[dict[str, Read]] = {
     "topics": read_texts,
@@ -47,9 +53,12 @@ _OPTIONS: Final[dict[str, Read]] = {
     **TLS_OPTIONS,
     "config": read_table,
 }
+# For a name that is no text the client returns a list with holes and an error. Called in the plain way an interpreter
+# may overlook the error, and ends at a hole; called so it looks for it.
+_ask_headers: Final = methodcaller("headers")
 # Settings that belong to an option, with what to do instead, and those that the promise hangs on.
 _OURS: Final = {
-    "bootstrap.servers": "name the servers in the url",
+    **CONNECTION,
     "group.id": "it is the source's group",
     "auto.offset.reset": "use the option start",
     "partition.assignment.strategy": "use the option rebalancing",
@@ -65,11 +74,11 @@ class KafkaSource(BrokerSource):
     """Consumes topics as a member of a group. Url: `kafka://host:port,host:port`, with `user:password@` for SASL.
 
     `topics` are names, or patterns that begin with `^`; a name that does not exist is an error when the source is
-    opened. A group that has no offset yet begins at the `start`. Messages of one key are handled in order. An offset
-    moves up to the first message that is not done: after a crash what was done beyond it comes again. Kafka does not
-    count attempts, so they begin anew then, too. A message without a value gives an event with an empty payload and the
-    header `pillarbox-tombstone`. `session` is after which time a silent consumer's partitions go to others, `config`
-    further settings of librdkafka.
+    opened. A group that has no offset yet begins at the `start`, and keeps that offset. Messages of one key are handled
+    in order. An offset moves up to the first message that is not done: after a crash what was done beyond it comes
+    again. Kafka does not count attempts, so they begin anew then, too. A message without a value gives an event with an
+    empty payload and the header `pillarbox-tombstone`. `session` is after which time a silent consumer's partitions go
+    to others, `config` further settings of librdkafka.
     """
 
     def __init__(
@@ -103,8 +112,9 @@ class KafkaSource(BrokerSource):
             "tls_key": tls_key,
             "tls_verify": tls_verify,
         }
+        own = _check_config(config or {}, self.name)
         with speak_of_sources():
-            self._settings = make_settings(
+            settings = make_settings(
                 servers,
                 name=self.name,
                 user=user,
@@ -114,20 +124,26 @@ class KafkaSource(BrokerSource):
                 tls_options={option: value for option, value in tls_options.items() if value is not None},
                 timeout=timeout,
             )
+        # With what is secret of them: it is to be hidden, too.
+        self._settings = replace(settings, connection=settings.connection | own)
         self._topics = list(topics)
+        self._begins_at_end = start == "latest"
         self._given = {
             "group.id": group,
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
-            "auto.offset.reset": start,
+            # Also for `latest`, whose offset the consumer commits: what has gone missing is never skipped to the end.
+            "auto.offset.reset": "earliest",
             "partition.assignment.strategy": _STRATEGIES[rebalancing],
             "session.timeout.ms": round(session.total_seconds() * 1000),
             # What is fetched ahead waits in the client's memory, and is fetched again after a pause.
             "queued.min.messages": max(1000, prefetch),
             "fetch.queue.backoff.ms": 50,
             "fetch.wait.max.ms": 100,
+            # The client wants it to be a second longer than a fetch may wait.
+            "socket.timeout.ms": min(max(round(timeout.total_seconds() * 1000), 2000), 300_000),
             "log.connection.close": False,
-            **_check_config(config or {}, self.name),
+            **own,
         }
         _try_out(self._settings, self._given, self.name)
         self._consumer: KafkaConsumer | None = None
@@ -157,6 +173,7 @@ class KafkaSource(BrokerSource):
             count=self.pending.__len__,
             withdraw=self._withdraw,
             patience=_GIVE_UP,
+            begins_at_end=self._begins_at_end,
         )
         self._consumer.start(self._topics)
 
@@ -171,17 +188,14 @@ class KafkaSource(BrokerSource):
         if consumer is None or consumer.failure is not None:
             await super()._reconnect()
             return
-        try:
-            await self._check_topics()
-        except ConfigError as error:
-            raise StoreUnavailable(str(error)) from error
+        await self._check_topics()
         consumer.down = None
 
     async def _check_topics(self) -> None:
         found = await asyncio.to_thread(list_topics, self._settings, self._given, name=self.name)
         missing = [topic for topic in self._topics if not topic.startswith("^") and topic not in found]
         if missing:
-            raise ConfigError(
+            raise self._refusal(
                 f"Source {self.name!r} topics: {missing[0]!r} does not exist, or is hidden from this user; make it"
             )
 
@@ -189,7 +203,13 @@ class KafkaSource(BrokerSource):
 
     async def _receive(self, most: int, timeout: float) -> Sequence[Entry]:
         consumer = self._require()
-        return [_make_entry(part, message) for part, message in await consumer.receive(most, timeout)]
+        found = await consumer.receive(most, timeout)
+        try:
+            return [_make_entry(part, message) for part, message in found]
+        except Exception as error:
+            # What was just received is at hand nowhere: only another membership brings it again.
+            consumer.fail(f"{type(error).__name__}: {error}")
+            raise
 
     async def _acknowledge(self, entries: Sequence[Entry]) -> None:
         consumer = self._require()
@@ -201,12 +221,13 @@ class KafkaSource(BrokerSource):
     async def _withdraw(self, parts: Sequence[Part], is_lost: bool) -> None:
         """Give up partitions: what is under way of them may end first, if there is time."""
         limit = time.monotonic() + (0.0 if is_lost else _GIVE_UP)
-        ours = [entry for entry in self.pending if entry.token[0] in parts]
-        while ours and time.monotonic() < limit:
+        while (ours := self._list_entries(parts)) and time.monotonic() < limit:
             self.lose(entry for entry in ours if entry.state != "taken")
-            ours = [entry for entry in ours if entry.state == "taken"]
             await asyncio.sleep(0.01)
         self.lose(ours)
+
+    def _list_entries(self, parts: Sequence[Part]) -> list[Entry]:
+        return [entry for entry in self.pending if entry.token[0] in parts]
 
     def _require(self) -> KafkaConsumer:
         if self._consumer is None:
@@ -217,26 +238,46 @@ class KafkaSource(BrokerSource):
 def _make_entry(part: Part, message: Message) -> Entry:
     offset, value, key = message.offset(), message.value(), message.key()
     assert offset is not None
-    headers = _read_headers(message)
+    try:
+        headers, defect = _read_headers(message), None
+    except SystemError as error:
+        # The client's, for a name that is no text; it shows none of the headers then.
+        headers, defect = {}, f"Message cannot be read: its headers: {error.__cause__ or error}"
     if value is None:
         headers[TOMBSTONE] = "true"
     kind, stamp = message.timestamp()
     raw = Raw(
-        id=f"{part.topic}:{part.partition}:{offset}",
+        id=_make_id(part, offset, stamp),
         topic=part.topic,
         body=_as_bytes(value),
         headers=headers,
         # A key that is no text is shown as one, each its own way.
         key=_as_bytes(key).decode(errors="backslashreplace") or None,
-        sent_at=None if kind == TIMESTAMP_NOT_AVAILABLE else datetime.fromtimestamp(stamp / 1000, UTC),
+        sent_at=None if kind == TIMESTAMP_NOT_AVAILABLE else _as_time(stamp),
     )
-    return Entry(read_message(raw, ce_prefix="ce_"), token=(part, offset), place=(part.partition, offset))
+    read = read_message(raw, ce_prefix="ce_")
+    if defect is not None:
+        read = replace(read, defect=defect)
+    return Entry(read, token=(part, offset), place=(part.partition, offset))
+
+
+def _make_id(part: Part, offset: int, stamp: int) -> str:
+    """The id of a message; the time is in it because a topic that is made again counts its offsets anew."""
+    topic = part.topic if len(part.topic) <= _LONG else str(make_event_id(part.topic))
+    return f"{topic}:{part.partition}:{offset}:{stamp}"
+
+
+def _as_time(milliseconds: int) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None  # whoever sent it counts in another unit
 
 
 def _read_headers(message: Message) -> dict[str, str | bytes | None]:
     """The headers by name; of several with one name the last has it, the others a number as well."""
     found: dict[str, str | bytes | None] = {}
-    given: Any = message.headers() or []
+    given: Any = _ask_headers(message) or []
     for name, value in given:
         if name in found:
             number = 1

@@ -14,12 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from pillarbox.errors import MissingExtra, StoreUnavailable
 from pillarbox.sinks.kafka_errors import describe
 from pillarbox.sinks.kafka_settings import ClientLog, KafkaSettings, mask
 from pillarbox.sources.kafka_progress import Part, Place, Progress
+from pillarbox.sources.kafka_topics import REFUSED
 
 try:
     from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -44,14 +46,6 @@ _REBALANCING: Final = frozenset(
         KafkaError._ASSIGNMENT_LOST,
     }
 )
-_REFUSED: Final = frozenset(
-    {
-        KafkaError._AUTHENTICATION,
-        KafkaError.SASL_AUTHENTICATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    }
-)
 
 Withdraw = Callable[[Sequence[Part], bool], Coroutine[Any, Any, None]]
 
@@ -60,7 +54,8 @@ class KafkaConsumer:
     """One membership of a consumer group, from `start` to `stop`.
 
     `count` says how many messages are at hand outside of here. `withdraw` is run in the event loop when partitions are
-    taken away: it waits for what is under way of them, unless they are lost already.
+    taken away: it waits for what is under way of them, unless they are lost already. `begins_at_end` is for partitions
+    of which the group has no offset.
     """
 
     def __init__(
@@ -73,6 +68,7 @@ class KafkaConsumer:
         count: Callable[[], int],
         withdraw: Withdraw,
         patience: float,
+        begins_at_end: bool,
     ) -> None:
         self._settings = settings
         self._name = name
@@ -80,6 +76,7 @@ class KafkaConsumer:
         self._count = count
         self._withdraw = withdraw
         self._patience = patience
+        self._begins_at_end = begins_at_end
         self._loop = asyncio.get_running_loop()
         self.progress = Progress()
         self._buffer: deque[tuple[Part, Message]] = deque()
@@ -89,6 +86,10 @@ class KafkaConsumer:
         self._stop = threading.Event()
         self._is_commit_wanted = threading.Event()
         self._is_withdrawing = False
+        self._has_commit_failed = False
+        self._is_abandoned = False
+        self._ended = asyncio.Event()
+        self._told: dict[tuple[str | None, int | None], str] = {}
         self._room_at = 0.0
         self.down: str | None = None
         """Why no broker can be used now, if so."""
@@ -101,7 +102,7 @@ class KafkaConsumer:
                 **given,
                 "error_cb": self._note_error,
                 "on_commit": self._note_commit,
-                "logger": ClientLog(settings, name),
+                "logger": ClientLog(settings, name, owner="Source"),
             }
         )
         self._thread = threading.Thread(target=self._run, name="pillarbox-kafka-consumer", daemon=True)
@@ -113,9 +114,22 @@ class KafkaConsumer:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Tell Kafka what is done, leave the group and end the thread."""
+        """Tell Kafka what is done, leave the group and end the thread; brokers that stand still are not waited for."""
         self._stop.set()
-        await asyncio.to_thread(self._thread.join)
+        if not self._thread.is_alive():
+            return
+        limit = self._settings.timeout + self._patience + 1
+        try:
+            async with asyncio.timeout(limit):
+                await self._ended.wait()
+        except TimeoutError:
+            self._is_abandoned = True
+            log.warning(
+                "Source %s: the brokers did not answer within %g s, so it goes without having left the group; its "
+                "partitions go to others when the session has lapsed.",
+                self._name,
+                limit,
+            )
 
     async def receive(self, most: int, timeout: float) -> list[tuple[Part, Message]]:
         """Up to so many messages; raises `StoreUnavailable` when there is no broker, or this consumer has failed."""
@@ -133,7 +147,7 @@ class KafkaConsumer:
         found: list[tuple[Part, Message]] = []
         while self._buffer and len(found) < most:
             part, message = self._buffer.popleft()
-            if not part.is_revoked:
+            if not part.is_leaving:
                 found.append((part, message))
         return found
 
@@ -152,6 +166,7 @@ class KafkaConsumer:
             async with asyncio.timeout(timeout):
                 error = await answered
         except TimeoutError:
+            self._has_commit_failed = True
             reason = self.failure or self.down or f"no answer to a commit within {timeout:g} s"
             raise StoreUnavailable(f"Source {self._name}: {reason}") from None
         finally:
@@ -181,13 +196,16 @@ class KafkaConsumer:
                     caught_up_at = time.monotonic()
                     self._commit()
         except KafkaException as error:
-            self._fail(describe(error.args[0]))
+            self.fail(describe(error.args[0]))
         except Exception as error:
             log.exception("Source %s: polling failed.", self._name)
-            self._fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
         finally:
-            # Takes the partitions away first, which tells Kafka what is done of them.
-            self._client.close()
+            try:
+                # Takes the partitions away first, which tells Kafka what is done of them.
+                self._client.close()
+            finally:
+                self._call(self._ended.set)
 
     def _poll(self) -> None:
         at_hand = len(self._buffer) + self._count()
@@ -208,7 +226,7 @@ class KafkaConsumer:
     def _keep(self, message: Message) -> bool:
         error = message.error()
         if error is not None:
-            self._judge(error)
+            self._judge(error, message)
             return False
         topic, partition, offset = message.topic(), message.partition(), message.offset()
         assert topic is not None
@@ -220,16 +238,26 @@ class KafkaConsumer:
             self._buffer.append((part, message))
         return part is not None
 
-    def _judge(self, error: KafkaError) -> None:
+    def _judge(self, error: KafkaError, message: Message) -> None:
         if error.fatal():
             raise KafkaException(error)
         code = error.code()
-        if code in _REFUSED or code == KafkaError.UNKNOWN_TOPIC_OR_PART:
+        if code in REFUSED or code == KafkaError.UNKNOWN_TOPIC_OR_PART:
             self._set_down(error)
         elif code == KafkaError._MAX_POLL_EXCEEDED:
             log.warning("Source %s: this process stood still and lost its partitions: %s", self._name, error.str())
         else:
-            log.debug("Source %s: %s", self._name, describe(error))
+            self._tell(error, message)
+
+    def _tell(self, error: KafkaError, message: Message) -> None:
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        text = mask(describe(error), self._settings)
+        if topic is not None:
+            text = f"topic {topic!r}, partition {partition}, offset {offset} cannot be received: {text}"
+        # The client may try the same message for ever.
+        if self._told.get((topic, partition)) != text:
+            self._told[topic, partition] = text
+            log.warning("Source %s: %s", self._name, text)
 
     def _pause_or_resume(self, room: int) -> None:
         """Pause everything when there was no room for a while; resume when there is a good deal of it."""
@@ -264,13 +292,33 @@ class KafkaConsumer:
     # -- what the client calls while it is polled --------------------------------------------------------------------
 
     def _assign(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+        if self._begins_at_end:
+            self._commit_ends(client, partitions)
         self.progress.assign(_as_places(partitions))
+
+    def _commit_ends(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+        """Commit where partitions without an offset begin, which the client asks for next.
+
+        A restart would else begin at another end, and lose what came in between. An error ends this membership.
+        """
+        timeout = self._settings.timeout
+        ends: list[TopicPartition] = []
+        for each in client.committed(partitions, timeout=timeout):
+            if each.error is not None:
+                raise KafkaException(each.error)
+            if each.offset < 0:
+                _, end = client.get_watermark_offsets(TopicPartition(each.topic, each.partition), timeout=timeout)
+                ends.append(TopicPartition(each.topic, each.partition, end))
+        if ends:
+            for each in client.commit(offsets=ends, asynchronous=False) or []:
+                if each.error is not None:
+                    raise KafkaException(each.error)
 
     def _revoke(self, client: Consumer, partitions: list[TopicPartition]) -> None:
         parts = self._give_up(partitions, is_lost=False)
         behind = self.progress.list_behind(parts)
         self.progress.revoke(parts)
-        if behind and self.down is None:
+        if behind and self.down is None and not self._has_commit_failed:
             try:
                 client.commit(offsets=_as_offsets(behind), asynchronous=False)
             except KafkaException as error:
@@ -290,8 +338,11 @@ class KafkaConsumer:
         # A partition that is still paused when it is assigned again would start where it was paused.
         self._resume(places)
         parts = self.progress.find(places)
+        self.progress.leave(parts)
         if is_lost:
             self.progress.revoke(parts)
+        if self._is_abandoned:
+            return parts
         self._is_withdrawing = True
         self._call(self._answer, None)
         try:
@@ -308,6 +359,7 @@ class KafkaConsumer:
             error = error or each.error
             if error is None:
                 self.progress.note_committed(each.topic, each.partition, each.offset)
+        self._has_commit_failed = error is not None and error.code() not in _REBALANCING
         self._call(self._answer, error)
 
     def _note_error(self, error: KafkaError) -> None:
@@ -316,16 +368,17 @@ class KafkaConsumer:
             self._set_down(self._reason or error)
             return
         self._reason = error
-        if code in _REFUSED:
+        if code in REFUSED:
             self._set_down(error)
         if error.fatal():
-            self._fail(describe(error))
+            self.fail(describe(error))
 
     def _set_down(self, error: KafkaError) -> None:
         self.down = mask(describe(error), self._settings)
         self._wake()
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """End this membership: what is not done of its messages comes again with another one."""
         self.failure = mask(reason, self._settings)
         self._stop.set()
         self._wake()
@@ -334,7 +387,8 @@ class KafkaConsumer:
         self._call(self._arrived.set)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        if not self._loop.is_closed():
+        # The loop may be closed, if nobody waited for this thread.
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
@@ -348,27 +402,3 @@ def _as_offsets(behind: dict[Part, int]) -> list[TopicPartition]:
 
 def _as_partitions(places: list[Place]) -> list[TopicPartition]:
     return [TopicPartition(topic, partition) for topic, partition in places]
-
-
-def list_topics(settings: KafkaSettings, given: dict[str, Any], *, name: str) -> set[str]:
-    """Ask the cluster which topics there are; raises `StoreUnavailable`. Blocks for a while: run it in a thread."""
-    reasons: list[KafkaError] = []
-    client = Consumer({**settings.connection, **given, "error_cb": reasons.append, "logger": ClientLog(settings, name)})
-    limit = time.monotonic() + settings.timeout
-    pause = 0.5
-    try:
-        while True:
-            try:
-                found = client.list_topics(timeout=min(pause, max(0.1, limit - time.monotonic()))).topics
-                return {topic for topic, details in found.items() if details.error is None}
-            except KafkaException as error:
-                client.poll(0)
-                refused = [reason for reason in reasons if reason.code() in _REFUSED]
-                if refused or time.monotonic() >= limit:
-                    told = [reason for reason in reasons if reason.code() != KafkaError._ALL_BROKERS_DOWN]
-                    reason = [error.args[0], *told, *refused][-1]
-                    raise StoreUnavailable(f"Source {name}: {mask(describe(reason), settings)}") from error
-                # Each call asks anew, and a cluster may be slow to answer.
-                pause *= 2
-    finally:
-        client.close()

@@ -20,6 +20,8 @@ class Part:
     following: int = -1
     """The offset after the last one received."""
     committed: int = -1
+    is_leaving: bool = False
+    """Whether it is being given up: of what was received of it nothing more is begun."""
     is_revoked: bool = False
 
     @property
@@ -47,6 +49,11 @@ class Progress:
         with self._lock:
             for topic, partition in places:
                 self._parts[topic, partition] = Part(topic, partition)
+
+    def leave(self, parts: list[Part]) -> None:
+        with self._lock:
+            for part in parts:
+                part.is_leaving = True
 
     def revoke(self, parts: list[Part]) -> None:
         with self._lock:

@@ -29,7 +29,7 @@ from pillarbox.sinks.tls import TLS_OPTIONS
 from pillarbox.sinks.url import SinkUrl
 from pillarbox.sources import DeadLetters
 from pillarbox.sources.broker import LEASE, PREFETCH, BrokerBatch, BrokerSource
-from pillarbox.sources.nats_consumer import Consumer, ensure_consumer
+from pillarbox.sources.nats_consumer import Consumer, Progress, ensure_consumer
 from pillarbox.sources.nats_gathering import Gathering
 from pillarbox.sources.nats_pull import EXPIRES, Pull
 from pillarbox.sources.nats_reading import MessageReader
@@ -83,11 +83,11 @@ class NatsSource(BrokerSource):
 
     Order: messages of one subject and key are handled in the order of the stream, whatever fails, is retried, restarted
     or killed, as long as one process at a time uses the consumer. A process that comes after one that was killed waits
-    until JetStream gives out again what that one had: up to `lease`. Several processes may share a consumer and its
-    work. JetStream deals the messages out to them one by one, so there is no order across processes: say so with
-    `is_shared`, then no process waits for what another one has. For order across processes give each a consumer of its
-    own with `subjects` of its own, the key being part of the subject; or `prefetch=1`: then JetStream gives out one
-    message at a time, to whoever asks, and only then `keeps_order` is true.
+    until JetStream gives out again what that one had: up to `lease` and two seconds. Several processes may share a
+    consumer and its work. JetStream deals the messages out to them one by one, so there is no order across processes:
+    say so with `is_shared`, then no process waits for what another one has, nor takes everything. For order across
+    processes give each a consumer of its own with `subjects` of its own, the key being part of the subject; or
+    `prefetch=1`: then JetStream gives out one message at a time, to whoever asks, and only then `keeps_order` is true.
 
     A message without an id of its own (our header, a CloudEvent's, `Nats-Msg-Id`) is known by its place: the stream's
     name and time of creation, and its number there. `key_from="subject"` makes the subject the key of those that have
@@ -141,9 +141,9 @@ class NatsSource(BrokerSource):
         self._held: dict[int, Entry] = {}
         self._left: list[Held] = []
         self._tries: dict[int, int] = {}
+        self._progress = Progress(is_shared=is_shared)
         self._ack_wait = lease.total_seconds()
         self._safe_until = 0.0
-        self._was_connected = False
 
     @classmethod
     def from_url(cls, url: SinkUrl, *, group: str, dead: DeadLetters) -> NatsSource:
@@ -178,23 +178,28 @@ class NatsSource(BrokerSource):
             await connection.close()
             raise
         self._connection = connection
-        self._was_connected = True
         self._keeper = asyncio.create_task(self._keep(connection), name=f"pillarbox-keeper-{self.name}")
 
     async def _join(self, connection: Connection) -> None:
         now = time.monotonic()
         try:
-            found = await ensure_consumer(connection, self._consumer, source=self.name, timeout=self._timeout)
+            found = await ensure_consumer(
+                connection, self._consumer, progress=self._progress, source=self.name, timeout=self._timeout
+            )
         except ConfigError as error:
-            # What was there once may come back; a source that never ran is told at once.
-            if self._was_connected:
-                raise StoreUnavailable(str(error)) from error
-            raise
+            raise self._refusal(str(error)) from error
         if found.most < self._prefetch:
             log.warning(
                 "Source %s: the consumer allows %d unacknowledged messages, fewer than prefetch %d.",
                 *(self.name, found.most, self._prefetch),
             )
+        elif self._consumer.is_shared and self._prefetch == found.most > 1:
+            log.warning(
+                "Source %s: the consumer allows %d unacknowledged messages for all processes, and prefetch is %d: one "
+                "may take them all.",
+                *(self.name, found.most, self._prefetch),
+            )
+        self._progress.join(found)
         still_ours = self._left if now < self._safe_until else []
         self._left = []
         self.keeps_order = self._prefetch == found.most == 1
@@ -205,6 +210,11 @@ class NatsSource(BrokerSource):
         if not self._consumer.is_shared and found.unacknowledged:
             self._gathering = Gathering(
                 found.unacknowledged, last=found.delivered, ack_wait=found.ack_wait, prefetch=self._prefetch
+            )
+            log.info(
+                "Source %s: waits up to %g s for %d messages that the last process left; give shared=true if another "
+                "process is running.",
+                *(self.name, self._gathering.longest, found.unacknowledged),
             )
         consumer = self._consumer
         self._pull = Pull(
@@ -260,6 +270,8 @@ class NatsSource(BrokerSource):
         if not gathering.is_over:
             return []
         self._gathering = None
+        if gathering.left <= 0:
+            self._progress.gather(self._held)
         return gathering.let_go()
 
     def _take(self, message: Msg) -> Entry | None:
@@ -274,6 +286,7 @@ class NatsSource(BrokerSource):
         tries = self._tries.pop(number, told.num_delivered - 1)
         entry = Entry(self._reader.read(message, number), Held(number, message.reply), attempts=tries, place=number)
         self._held[number] = entry
+        self._progress.receive(number)
         return entry
 
     # -- what the relay does -------------------------------------------------------------------------------------------
@@ -303,6 +316,7 @@ class NatsSource(BrokerSource):
         await self._tell(self._connected(), [entry.token for entry in entries], _ACK)
         for entry in entries:
             self._held.pop(entry.token.number, None)
+            self._progress.finish(entry.token.number)
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 

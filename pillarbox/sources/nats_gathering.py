@@ -21,6 +21,7 @@ class Gathering:
 
     def __init__(self, left: int, *, last: int, ack_wait: float, prefetch: int) -> None:
         self.left = left
+        self.longest = ack_wait + _GRACE
         self._last = last
         self._due_at = time.monotonic() + ack_wait
         self._prefetch = prefetch

@@ -6,6 +6,7 @@ gives it to the next consumer. So what is at hand is lost at that moment, and co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -28,6 +29,8 @@ try:
     from pillarbox.sources.rabbitmq_reading import MessageReader, count_deliveries, is_of_a_stream
 except ImportError as error:
     raise MissingExtra("RabbitMQ", "rabbitmq") from error
+
+log = logging.getLogger("pillarbox.source")
 
 TIMEOUT: Final = timedelta(seconds=5)
 _MOST_PREFETCH: Final = 65_535
@@ -67,7 +70,9 @@ class RabbitmqSource(BrokerSource):
     everything at hand comes again, and is tried with its attempts as they were.
 
     An attempt is counted for every delivery that RabbitMQ knows of, also of messages that were given back untried:
-    quorum queues count them, classic ones only know whether there was one.
+    quorum queues count them, classic ones only know whether there was one. From RabbitMQ 4 on a quorum queue drops a
+    message after 20 returns unless it says otherwise: `create` makes it without a limit there, and for a queue that
+    exists a warning is logged.
     """
 
     def __init__(
@@ -107,7 +112,6 @@ class RabbitmqSource(BrokerSource):
         self._consumer: Consumer | None = None
         self._unacknowledged: dict[int, Entry] = {}
         self._tries: dict[str, int] = {}
-        self._was_connected = False
 
     @classmethod
     def from_url(cls, url: SinkUrl, *, group: str, dead: DeadLetters) -> RabbitmqSource:
@@ -125,13 +129,17 @@ class RabbitmqSource(BrokerSource):
         try:
             await consumer.join(self._queue)
         except Missing as error:
-            # What was there once may come back; a source that never ran is told at once.
-            kind = StoreUnavailable if self._was_connected else ConfigError
-            raise kind(f"Source {self.name}: {error}") from error
+            raise self._refusal(f"Source {self.name}: {error}") from error
         except ConnectionLost as error:
             raise self._unavailable(error) from error
+        if consumer.may_drop and not self._was_connected:
+            log.warning(
+                "Source %s: if queue %r is a quorum queue, this server drops a message that was returned to it more "
+                "than 20 times, also by consumers that stop. Let a policy set a delivery-limit that is never reached "
+                "and a dead-letter exchange, or make the queue with x-delivery-limit -1.",
+                *(self.name, self._queue.name),
+            )
         self._consumer = consumer
-        self._was_connected = True
 
     async def _disconnect(self) -> None:
         consumer, self._consumer = self._consumer, None

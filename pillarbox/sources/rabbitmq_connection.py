@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
 import aiormq
@@ -18,8 +17,12 @@ from pillarbox.retry import describe_error
 from pillarbox.sinks.rabbitmq_channels import Connect, ConnectionLost
 from pillarbox.sources.rabbitmq_damage import tolerant
 
-HEARTBEAT: Final = timedelta(seconds=20)
 _GOODBYE: Final = 3.0
+# From this version on a quorum queue drops what was returned to it too often, unless it is made without that limit.
+_LIMITED_SINCE: Final = 4
+_LIMIT: Final = "x-delivery-limit"
+# Only for those versions: an older one takes it for zero.
+_UNLIMITED: Final = -1
 T = TypeVar("T")
 
 
@@ -54,21 +57,24 @@ class Consumer:
         self._news = asyncio.Event()
         self._is_leaving = False
         self.lost: ConnectionLost | None = None
+        self.may_drop = False
+        """Whether the queue may have the server's own limit of deliveries, beyond which it drops messages."""
 
     async def join(self, queue: Queue) -> None:
         """Connect and begin to consume; raises `ConnectionLost` or `Missing`, and leaves nothing open then."""
         try:
             with tolerant():
                 self._connection = await self._call(self._connect())
+            arguments = await self._choose_arguments(self._connection, queue)
             opened = await self._call(self._connection.channel(publisher_confirms=False, frame_buffer_size=0))
             self._channel = channel = cast(aiormq.Channel, opened)
             self._closing = channel.closing
             self._closing.add_done_callback(self._on_closed)
             channel.on_consumer_cancel_callbacks.add(self._on_cancelled)
-            if queue.create is None:
+            if arguments is None:
                 await self._call(channel.queue_declare(queue.name, passive=True))
             else:
-                await self._call(channel.queue_declare(queue.name, durable=True, arguments=queue.create))
+                await self._call(channel.queue_declare(queue.name, durable=True, arguments=arguments))
             await self._call(channel.basic_qos(prefetch_count=queue.prefetch))
             await self._call(channel.basic_consume(queue.name, self._on_message, exclusive=queue.is_exclusive))
         except aiormq.AMQPChannelError as error:
@@ -77,6 +83,26 @@ class Consumer:
         except BaseException:
             await self.leave()
             raise
+
+    async def _choose_arguments(self, connection: AbstractConnection, queue: Queue) -> dict[str, Any] | None:
+        """The arguments of the queue that is made: without a limit of deliveries, unless it exists with one."""
+        if _major_version(connection) < _LIMITED_SINCE:
+            return queue.create
+        if queue.create is None or queue.create["x-queue-type"] != "quorum":
+            self.may_drop = queue.create is None
+            return queue.create
+        arguments = {**queue.create, _LIMIT: _UNLIMITED}
+        # A refusal ends its channel.
+        channel = await self._call(connection.channel(publisher_confirms=False))
+        try:
+            await self._call(channel.queue_declare(queue.name, durable=True, arguments=arguments))
+        except aiormq.ChannelPreconditionFailed as error:
+            if _LIMIT not in describe_error(error):
+                raise
+            self.may_drop = True
+            return queue.create
+        await self._call(channel.close())
+        return arguments
 
     async def take(self, most: int, timeout: float) -> list[DeliveredMessage]:
         """Up to so many messages, none when none came in time; raises `ConnectionLost`."""
@@ -160,6 +186,11 @@ class Consumer:
             raise ConnectionLost("the connection was closed") from None
         except (aiormq.AMQPError, OSError, RuntimeError) as error:
             raise ConnectionLost(describe_error(error)) from error
+
+
+def _major_version(connection: AbstractConnection) -> int:
+    number = str(connection.server_properties.get("version", "")).partition(".")[0]
+    return int(number) if number.isdigit() else 0
 
 
 def _judge(error: aiormq.AMQPChannelError, queue: Queue) -> Exception:

@@ -10,15 +10,17 @@ from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import sha256
 from json import JSONDecoder
 from types import MappingProxyType
 from typing import Any, Final
+from uuid import UUID
 
 import orjson
 
 from pillarbox.codec import JSON, is_json
 from pillarbox.event import BYTES, EVENT_FIELDS, LIMITS, Event, load_event
-from pillarbox.inbox.message import make_event_id
+from pillarbox.inbox.message import MAX_LENGTH, make_event_id
 
 STRUCTURED: Final = "application/cloudevents+json"
 # What our sinks put before a header of theirs whose name the event has taken.
@@ -147,9 +149,22 @@ def _from_cloud(
         for name, value in attributes.items()
         if name not in _CLOUD and name not in _CLOUD_OTHER
     }
-    message_id = str(attributes["id"])
+    message_id = _name_cloud(attributes["id"], fields.get("source"))
     event = _load(raw, message_id, fields, {**extensions, **headers}, body, attributes.get("time"))
     return Read(message_id, event, raw=raw)
+
+
+def _name_cloud(event_id: Any, source: str | None) -> str:
+    """A CloudEvent's id is its own within its source only, unless it is a UUID."""
+    if not isinstance(event_id, str) or not event_id:
+        raise ValueError(f"expected the CloudEvent's id to be text, got {event_id!r}")
+    try:
+        UUID(event_id)
+    except ValueError:
+        # A source is a URI reference, in which there is no space.
+        name = event_id if source is None else f"{source} {event_id}"
+        return name if len(name) <= MAX_LENGTH else sha256(name.encode()).hexdigest()
+    return event_id
 
 
 def _load(
@@ -198,8 +213,10 @@ def _skip(text: str, position: int) -> int:
 
 
 def _as_text(name: str, value: str | bytes | None) -> str | None:
-    if not isinstance(value, bytes):
+    if value is None or isinstance(value, str):
         return value
+    if not isinstance(value, bytes):
+        raise ValueError(f"header {name!r} is no text: {value!r}")
     try:
         return value.decode()
     except UnicodeDecodeError as error:

@@ -24,7 +24,7 @@ from pillarbox.sources import DeadLetters
 from pillarbox.sources.broker import LEASE, PREFETCH, BrokerSource
 from pillarbox.sources.pending import Entry
 from pillarbox.sources.reading import Raw, Read, read_message
-from pillarbox.sources.redis_group import Found, RedisGroup
+from pillarbox.sources.redis_group import Found, Place, RedisGroup, to_place
 from pillarbox.values import Read as Reader
 from pillarbox.values import one_of, read_number, read_pause, read_switch, read_text, read_texts
 
@@ -62,7 +62,9 @@ class RedisSource(BrokerSource):
     A group that does not exist is made, to begin at the `start`; a stream that does not exist is made with `create`,
     else it is an error when the source is opened. What another consumer was given and was not heard of for a `lease`
     is taken over; what is at hand here is renewed. With `delete` a message is removed from its stream when it is done,
-    for every group. Attempts are counted by the server. The client is yours: the source neither makes nor closes it.
+    for every group; a process that stood still for a lease then cannot tell one that another has done from one that was
+    trimmed, and handles it once more. Attempts are counted by the server. The client is yours: the source neither makes
+    nor closes it.
 
     Redis gives each message to whoever asks next: the order of a key is kept among the messages of one consumer, and
     several consumers of a stream may have messages of one key at once. Where order matters let one consumer read a
@@ -104,6 +106,8 @@ class RedisSource(BrokerSource):
         # Where the reading of what we were given before has come to; a stream that is not there has none left.
         self._history: dict[str, str | None] = {}
         self._cursors: dict[str, str] = {}
+        # Up to which entry of each stream the whole group was done when it was joined.
+        self._done: dict[str, Place] = {}
         self._steal_at = 0.0
         self._turn = deque(self._streams)
 
@@ -132,17 +136,40 @@ class RedisSource(BrokerSource):
 
     async def _connect(self) -> None:
         for stream in self._streams:
+            where = f"Source {self.name!r} streams: {stream!r}"
             if not self._creates and not await self._group.has_stream(stream):
-                raise ConfigError(f"Source {self.name!r} streams: {stream!r} does not exist; use the option create")
+                raise self._refusal(f"{where} does not exist; use the option create")
             try:
-                await self._group.join(stream, start=self._start_at, creates=self._creates)
+                await self._join(stream)
             except exceptions.ResponseError as error:
-                raise ConfigError(f"Source {self.name!r} streams: {stream!r} cannot be consumed: {error}") from error
+                raise self._refusal(f"{where} cannot be consumed: {error}") from error
             await self._group.clear_away(stream, prefix=_NAME, idle=_GONE * self._lease)
         self._is_joined = True
         self._history = dict.fromkeys(self._streams)
         self._cursors = {}
         self._steal_at = 0.0
+
+    async def _join(self, stream: str) -> None:
+        start = await self._find_start(stream)
+        is_made = await self._group.join(stream, start=start, creates=self._creates)
+        if is_made and stream in self._done:
+            log.warning(
+                "Source %s: the group was gone from stream %r and is made again, to begin after entry %s.",
+                *(self.name, stream, start),
+            )
+            # What is at hand is nobody's in the new group, and comes again.
+            self.lose([entry for entry in self.pending if entry.token[0] == stream])
+        _, done = await self._group.find_positions(stream)
+        self._done[stream] = (0, 0) if done is None else done
+
+    async def _find_start(self, stream: str) -> str:
+        """Where a group that is made begins; one made again where it stood when we joined, for the others' sake."""
+        if self._start_at != "$" or stream not in self._done:
+            return self._start_at
+        after = self._done[stream]
+        last, _ = await self._group.find_positions(stream)
+        # A stream that has not come as far as that is another one, of the same name.
+        return "0" if last is None or last < after else f"{after[0]}-{after[1]}"
 
     async def _reconnect(self) -> None:
         """Connect again: what is at hand is ours still, and what was given to us unheard is found in the history."""
@@ -176,7 +203,7 @@ class RedisSource(BrokerSource):
             if not found:
                 self._turn.rotate(-1)
                 streams = list(self._turn)[:most]
-                found = await self._group.read(streams, most // len(streams), timeout)
+                found = self._leave_out(self._known(), await self._group.read(streams, most // len(streams), timeout))
         except exceptions.ResponseError as error:
             raise StoreUnavailable(f"Source {self.name}: {error}") from error
         return [_make_entry(each) for each in found]
@@ -184,12 +211,13 @@ class RedisSource(BrokerSource):
     async def _recall(self, most: int) -> list[Found]:
         for stream, after in list(self._history.items()):
             while True:
+                known = self._known()
                 found = await self._group.history(stream, after, most)
                 if not found:
                     del self._history[stream]
                     break
                 self._history[stream] = after = found[-1].id
-                if unknown := self._leave_out_known(found):
+                if unknown := self._leave_out(known | self._known(), found):
                     return unknown
         return []
 
@@ -198,6 +226,7 @@ class RedisSource(BrokerSource):
             return []
         for stream in self._streams:
             cursor = self._cursors.get(stream, "0-0")
+            known = self._known()
             following, found, deleted = await self._group.steal(stream, cursor, most, idle=self._lease)
             self._cursors[stream] = following
             if deleted:
@@ -207,14 +236,17 @@ class RedisSource(BrokerSource):
                     len(deleted),
                     stream,
                 )
-            if unknown := self._leave_out_known(found):
+            if unknown := self._leave_out(known | self._known(), found):
                 return unknown
         if all(cursor == "0-0" for cursor in self._cursors.values()):
             self._steal_at = time.monotonic() + self._lease.total_seconds() / 3
         return []
 
-    def _leave_out_known(self, found: list[Found]) -> list[Found]:
-        known = {entry.token for entry in self.pending}
+    def _known(self) -> set[tuple[str, str]]:
+        """What is at hand. Asked before a question as well: what is acknowledged meanwhile may be in the answer."""
+        return {entry.token for entry in self.pending}
+
+    def _leave_out(self, known: set[tuple[str, str]], found: list[Found]) -> list[Found]:
         return [each for each in found if (each.stream, each.id) not in known]
 
     async def _acknowledge(self, entries: Sequence[Entry]) -> None:
@@ -244,8 +276,7 @@ def _by_stream(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 
 
 def _make_entry(found: Found) -> Entry:
-    milliseconds, _, number = found.id.partition("-")
-    place = (int(milliseconds), int(number))
+    place = to_place(found.id)
     return Entry(_read(found, _as_time(place[0])), (found.stream, found.id), found.tries, place)
 
 

@@ -24,6 +24,7 @@ except ImportError as error:
 
 # One script runs at a time, and everybody else waits for it.
 _PART: Final = 200
+_LAST_NUMBER: Final = 2**64 - 1
 
 # Each entry with its count and fields; no fields when it is not in the stream any more.
 _FETCH: Final = """
@@ -48,16 +49,17 @@ for _, id in ipairs(found[2]) do
 end
 return {{found[1], entries, found[3] or {{}}}}
 """
-# Of those that nobody has somebody else may have disposed; nobody else is at work on them.
+# What nobody has and is in the stream was taken over and acknowledged. What is not in the stream either may have been
+# trimmed, which makes the server forget whose it was: it stays ours. Where done messages are deleted it may be done.
 _KEEP: Final = """
 local lost = {}
 for place = 3, #ARGV, 2 do
   local id = ARGV[place]
   local pending = redis.call('XPENDING', KEYS[1], ARGV[1], id, id, 1)[1]
-  if pending and pending[2] ~= ARGV[2] then
-    lost[#lost + 1] = id
-  elseif pending then
+  if pending and pending[2] == ARGV[2] then
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id, 'RETRYCOUNT', ARGV[place + 1], 'JUSTID')
+  elseif pending or #redis.call('XRANGE', KEYS[1], id, id) > 0 then
+    lost[#lost + 1] = id
   end
 end
 return lost
@@ -95,6 +97,23 @@ for _, flat in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
   end
 end
 """
+# The last entry that the stream ever had, the last one that the group gave out, and the first that is not done.
+_POSITIONS: Final = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {false, false, false} end
+local function find(flat, name)
+  for place = 1, #flat, 2 do
+    if flat[place] == name then return flat[place + 1] end
+  end
+end
+local given, first = false, false
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
+  if find(group, 'name') == ARGV[1] then
+    given = find(group, 'last-delivered-id')
+    first = redis.call('XPENDING', KEYS[1], ARGV[1])[2]
+  end
+end
+return {find(redis.call('XINFO', 'STREAM', KEYS[1]), 'last-generated-id'), given, first}
+"""
 _SCRIPTS: Final = {
     "history": _HISTORY,
     "steal": _STEAL,
@@ -102,7 +121,12 @@ _SCRIPTS: Final = {
     "acknowledge": _ACKNOWLEDGE,
     "leave": _LEAVE,
     "clear": _CLEAR,
+    "positions": _POSITIONS,
 }
+
+
+Place = tuple[int, int]
+"""An entry's id as numbers: the ids of a stream grow."""
 
 
 class Found(NamedTuple):
@@ -128,13 +152,22 @@ class RedisGroup:
     async def has_stream(self, stream: str) -> bool:
         return bool(await self._call("EXISTS", stream))
 
-    async def join(self, stream: str, *, start: str, creates: bool) -> None:
-        """Have the group on that stream; one that exists stays as it is."""
+    async def find_positions(self, stream: str) -> tuple[Place | None, Place | None]:
+        """The last entry of the stream, and that up to which the group is done; none where there is no such thing."""
+        last, given, first = (
+            None if each is None else to_place(_text(each)) for each in await self._run("positions", stream)
+        )
+        return last, given if first is None else _before(first)
+
+    async def join(self, stream: str, *, start: str, creates: bool) -> bool:
+        """Have the group on that stream; one that exists stays as it is. Says whether it was made."""
         try:
             await self._call("XGROUP", "CREATE", stream, self._group, start, *(["MKSTREAM"] if creates else []))
         except exceptions.ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
+            return False
+        return True
 
     async def read(self, streams: Sequence[str], most: int, wait: float) -> list[Found]:
         """New entries of the streams, up to so many each."""
@@ -207,6 +240,15 @@ class RedisGroup:
         if isinstance(error, exceptions.ResponseError) and str(error).startswith(("WRONGTYPE", "BUSYGROUP", "ERR ")):
             return error
         return StoreUnavailable(f"Source {self._name}: {describe_error(name_timeout(error))}")
+
+
+def to_place(entry_id: str) -> Place:
+    milliseconds, _, number = entry_id.partition("-")
+    return int(milliseconds), int(number)
+
+
+def _before(place: Place) -> Place:
+    return (place[0], place[1] - 1) if place[1] else (place[0] - 1, _LAST_NUMBER)
 
 
 def _found(stream: str, answer: Sequence[Any]) -> Found:

@@ -37,26 +37,25 @@ class MySqlStore(AsyncSqlStore):
         self._engine = _make_engine(url, _SECONDS)
 
     def _open_joined(self) -> AsyncEngine:
-        return _make_engine(self.url, _JOIN_SECONDS, most=-1)
+        return _make_engine(self.url, _JOIN_SECONDS, pool_size=0)
 
     def _open_plain(self) -> sa.Engine:
-        return sa.create_engine(self.url.set(drivername="mysql+pymysql"), **_engine_options(_JOIN_SECONDS, most=-1))
+        return sa.create_engine(self.url.set(drivername="mysql+pymysql"), **_engine_options(_JOIN_SECONDS, pool_size=0))
 
     async def wait(self, timeout: timedelta) -> bool:
         await asyncio.sleep(timeout.total_seconds())
         return False
 
 
-def _make_engine(url: sa.URL, seconds: int, *, most: int = 10) -> AsyncEngine:
-    return create_async_engine(url.set(drivername="mysql+aiomysql"), **_engine_options(seconds, most=most))
+def _make_engine(url: sa.URL, seconds: int, *, pool_size: int = 10) -> AsyncEngine:
+    return create_async_engine(url.set(drivername="mysql+aiomysql"), **_engine_options(seconds, pool_size=pool_size))
 
 
-def _engine_options(seconds: int, *, most: int) -> dict[str, Any]:
+def _engine_options(seconds: int, *, pool_size: int) -> dict[str, Any]:
     return {
         "isolation_level": "READ COMMITTED",
         "json_deserializer": orjson.loads,
-        "pool_size": 10,
-        "max_overflow": most,
+        "pool_size": pool_size,
         # A transaction idle for this long belongs to a lost host; a connection in the pool must not get that old.
         "connect_args": {"charset": "utf8mb4", "init_command": f"SET SESSION wait_timeout = {seconds + 1}"},
         "pool_recycle": seconds,

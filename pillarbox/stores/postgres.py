@@ -75,7 +75,9 @@ class PostgresStore(AsyncSqlStore):
         await super().open()
         url = self._listen_url or (None if self.is_pooled else self.url)
         if self._wants_notify and url is not None and self._listener is None:
-            self._listener = PostgresListener(url, channel_name(self.tables["outbox"], self.layout))
+            self._listener = PostgresListener(
+                _with_tls(url, "sslmode"), channel_name(self.tables["outbox"], self.layout)
+            )
             await self._listener.start()
 
     async def _connect(self) -> None:
@@ -99,17 +101,17 @@ class PostgresStore(AsyncSqlStore):
         return await super()._join(work, session)
 
     def _open_joined(self) -> AsyncEngine:
-        return pooled_engine(self.url) if self.is_pooled else direct_engine(self.url, JOIN_TIMEOUT, most=-1)
+        return pooled_engine(self.url) if self.is_pooled else direct_engine(self.url, JOIN_TIMEOUT, pool_size=0)
 
     def _open_plain(self) -> sa.Engine:
         check_psycopg("PostgreSQL with plain sessions")
         options = f"-c idle_in_transaction_session_timeout={JOIN_TIMEOUT}"
         return sa.create_engine(
-            self.url.set(drivername="postgresql+psycopg"),
+            _with_tls(self.url, "sslmode").set(drivername="postgresql+psycopg"),
             isolation_level="READ COMMITTED",
             json_deserializer=orjson.loads,
             connect_args={"prepare_threshold": None} if self.is_pooled else {"options": options},
-            **({"poolclass": NullPool} if self.is_pooled else {"pool_size": 10, "max_overflow": -1}),
+            **({"poolclass": NullPool} if self.is_pooled else {"pool_size": 0}),
         )
 
     async def _begin_hold(self, connection: AsyncConnection) -> None:
@@ -136,13 +138,13 @@ class PostgresStore(AsyncSqlStore):
             self._connected = None
 
 
-def direct_engine(url: sa.URL, idle_timeout: str = IDLE_TIMEOUT, *, most: int = 10) -> AsyncEngine:
+def direct_engine(url: sa.URL, idle_timeout: str = IDLE_TIMEOUT, *, pool_size: int = 10) -> AsyncEngine:
+    """An engine of asyncpg; a pool of size 0 keeps as many connections as are used at once."""
     return create_async_engine(
-        url.set(drivername="postgresql+asyncpg"),
+        _with_tls(url, "ssl").set(drivername="postgresql+asyncpg"),
         isolation_level="READ COMMITTED",
         json_deserializer=orjson.loads,
-        pool_size=10,
-        max_overflow=most,
+        pool_size=pool_size,
         connect_args={
             "server_settings": {
                 "application_name": "pillarbox",
@@ -157,12 +159,19 @@ def pooled_engine(url: sa.URL) -> AsyncEngine:
     check_psycopg("PostgreSQL behind a pooler")
     # The pooler pools; a second pool here would keep its clients idle.
     return create_async_engine(
-        url.set(drivername="postgresql+psycopg"),
+        _with_tls(url, "sslmode").set(drivername="postgresql+psycopg"),
         isolation_level="READ COMMITTED",
         json_deserializer=orjson.loads,
         poolclass=NullPool,
         connect_args={"prepare_threshold": None},
     )
+
+
+def _with_tls(url: sa.URL, name: str) -> sa.URL:
+    """The url with the option for TLS called as a driver calls it: asyncpg's is `ssl`, libpq's `sslmode`."""
+    query = dict(url.query)
+    given = [query.pop(each) for each in ("ssl", "sslmode") if each in query]
+    return url.set(query={**query, name: given[0]}) if given else url
 
 
 def check_psycopg(what: str) -> None:
@@ -176,7 +185,7 @@ async def is_pooled(url: sa.URL, name: str) -> bool:
     """Whether a pooler answers at a URL: it gives its clients another process number than the server's."""
     import asyncpg
 
-    dsn = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    dsn = _with_tls(url, "sslmode").set(drivername="postgresql").render_as_string(hide_password=False)
     try:
         connection = await asyncpg.connect(dsn, statement_cache_size=0, timeout=10)
     except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:

@@ -20,9 +20,10 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
 from pillarbox.event import Claim
+from pillarbox.layouts.exact import is_one_of
 from pillarbox.layouts.layout import Layout, Scope
 from pillarbox.stores import Mode
-from pillarbox.stores.dialect import Given
+from pillarbox.stores.dialect import Given, is_mysql
 from pillarbox.stores.fields import ClaimLoader, raw_fields
 from pillarbox.stores.hot import Hot
 from pillarbox.stores.transitions import Taken, Transitions
@@ -34,9 +35,11 @@ class ScanTransitions(Transitions):
     def __init__(self, layout: Layout, tables: Mapping[str, sa.Table], **options: Any) -> None:
         super().__init__(layout, tables, **options)
         self._width = len(layout.rows)
+        is_listed = is_mysql(self.dialect) and self.scopes is not None
+        self._has_heads = layout.scope is not None and (self.dialect == "postgresql" or is_listed)
         self._find = Hot(self._build_find())
         self._find_scopes: Hot | None = None
-        if layout.scope is not None and self.dialect == "postgresql" and self.scopes is None:
+        if layout.scope is not None and self._has_heads and self.scopes is None:
             self._find_scopes = Hot(self._build_scopes(layout.scope))
         self._loader = ClaimLoader(layout, self.outbox, self.dialect, self._width + 2)
 
@@ -45,7 +48,7 @@ class ScanTransitions(Transitions):
     ) -> Taken:
         depth = limit
         params: dict[str, Any] = {"limit": limit}
-        if self.layout.scope is not None and self.dialect == "postgresql":
+        if self._has_heads:
             scopes = self._scopes_now(db)
             # Twice an even share of each: every row that is read is locked too.
             depth = limit if len(scopes) <= 1 else max(10, -(-2 * limit // len(scopes)))
@@ -114,8 +117,9 @@ class ScanTransitions(Transitions):
     def _build_find(self) -> sa.Select[Any]:
         layout, c = self.layout, self.outbox.c
         order = [c[name] for name in layout.order_by]
-        if layout.scope is not None and self.dialect == "postgresql":
-            return self._build_scoped_find(layout.scope)
+        if layout.scope is not None and self._has_heads:
+            is_postgres = self.dialect == "postgresql"
+            return (self._build_scoped_find if is_postgres else self._build_listed_find)(layout.scope)
         query = sa.select(*self._columns()).where(self.is_mine(self.outbox), layout.ready(c))
         if layout.scope is not None and self.scopes is not None:
             query = query.where(c[layout.scope.column].in_(list(self.scopes)))
@@ -135,6 +139,22 @@ class ScanTransitions(Transitions):
         head = ordered.with_for_update(skip_locked=True).lateral("head")
         query = sa.select(*list(head.c)[: len(columns)]).select_from(scopes.join(head, sa.true()))
         return query.order_by(*list(head.c)[len(columns) :]).limit(sa.bindparam("limit", type_=sa.Integer))
+
+    def _build_listed_find(self, scope: Scope) -> sa.Select[Any]:
+        """The same where LATERAL is not to be had: one branch a scope."""
+        layout, c = self.layout, self.outbox.c
+        order = [c[name] for name in layout.order_by]
+        columns = self._columns()
+        fields = [*columns, *(column.label(f"order_{column.name}") for column in order)]
+
+        def head(value: str) -> sa.Select[Any]:
+            # Exactly this one: a row that two branches find would be claimed twice.
+            query = sa.select(*fields).where(is_one_of(c[scope.column], [value]), layout.ready(c))
+            return query.order_by(*order).limit(sa.bindparam("depth")).with_for_update(skip_locked=True)
+
+        heads = sa.union_all(*(head(value) for value in dict.fromkeys(self.scopes or ()))).subquery("heads")
+        query = sa.select(*list(heads.c)[: len(columns)]).order_by(*list(heads.c)[len(columns) :])
+        return query.limit(sa.bindparam("limit"))
 
     def _build_scopes(self, scope: Scope) -> sa.Select[Any]:
         """The scopes that have rows, from one to the next by the index: DISTINCT would read every row."""

@@ -12,16 +12,16 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError, ProgrammingError
 
-from pillarbox.errors import ConfigError, SchemaError, StoreUnavailable, Unsupported
-from pillarbox.event import DELIVERED, RELEASED, Claim, Outcome
+from pillarbox.errors import ConfigError, PillarboxError, SchemaError, StoreUnavailable, Unsupported
 from pillarbox.layouts import Feature, Layout, check_database, declare_layout
-from pillarbox.stores import Counts, Effect, Entry, Filter, Joins, Mode, Pruned, Record, Settlement, State
+from pillarbox.stores import Counts, Entry, Filter, Joins, Mode, Pruned, Record, State
 from pillarbox.stores.build import build_transitions
+from pillarbox.stores.lease import LeaseBatch
 from pillarbox.stores.moving import has_no_partition
 from pillarbox.stores.operations import Operations
-from pillarbox.stores.transitions import DEFAULT_LEASE, Taken
+from pillarbox.stores.transitions import DEFAULT_LEASE
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
@@ -31,91 +31,6 @@ log = logging.getLogger("pillarbox.store")
 WAKE_EVERY = 0.1
 LOOK_AGAIN = 1.0
 MAX_CONFLICTS = 5
-
-
-class _ClaimsLost(Exception):
-    """Ends the transaction of an effect whose claims are somebody else's by now."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.count = count
-
-
-class LeaseBatch:
-    """Claims written into their rows; each step is a transaction of its own."""
-
-    mode: Mode = "lease"
-
-    def __init__(self, store: SqlStore, taken: Taken, *, is_full: bool) -> None:
-        self._store = store
-        self.claims: Sequence[Claim] = taken.claims
-        self.is_full = is_full
-        self.has_tried = False
-        self.lanes = set(taken.lanes)
-        self._early: dict[int, Settlement] = {}
-        """What became of the claims that were settled one by one, by their identity."""
-        store.busy_lanes.update(self.lanes)
-
-    async def settle(
-        self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
-    ) -> Settlement:
-        early = sum(self._early.values(), Settlement())
-        left = [each for each in zip(self.claims, outcomes, strict=True) if id(each[0]) not in self._early]
-        claims, outcomes = [claim for claim, _ in left], [outcome for _, outcome in left]
-
-        def write(db: sa.Connection) -> Settlement:
-            if effect is not None:
-                effect(db)
-            settlement = self._store.transitions.settle(db, claims, outcomes, mode="lease", park=park)
-            if effect is not None and settlement.lost:
-                raise _ClaimsLost(settlement.lost)
-            return settlement
-
-        try:
-            settlement = await self._store.run(write) if claims or effect is not None else Settlement()
-        except _ClaimsLost as error:
-            return early + await self._give_up(len(claims), error.count)
-        self._leave_lanes()
-        return early + settlement
-
-    async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool:
-        # Settled last: a row locked for as long as a handler runs could not be renewed, nor those with it.
-        def write(db: sa.Connection) -> Settlement:
-            effect(db)
-            settlement = self._store.transitions.settle(db, [claim], [DELIVERED], mode="lease", park=False)
-            if settlement.lost:
-                raise _ClaimsLost(settlement.lost)
-            return settlement
-
-        try:
-            self._early[id(claim)] = await self._store.join(write, session=session)
-        except _ClaimsLost as error:
-            self._early[id(claim)] = Settlement(lost=error.count)
-            return False
-        return True
-
-    async def _give_up(self, count: int, lost: int) -> Settlement:
-        await self.abandon()
-        return Settlement(released=count - lost, lost=lost)
-
-    def _leave_lanes(self) -> None:
-        self._store.busy_lanes.subtract(self.lanes)
-        self.lanes = set()
-
-    async def renew(self, lease: timedelta) -> Sequence[Claim]:
-        claims = [claim for claim in self.claims if id(claim) not in self._early]
-        if not claims:
-            return []
-        return await self._store.run(lambda db: self._store.transitions.renew(db, claims, lease))
-
-    async def abandon(self) -> None:
-        try:
-            if self.claims:
-                await self.settle([RELEASED] * len(self.claims))
-        except StoreUnavailable as error:
-            log.warning("Could not release %d claims, they lapse by themselves: %s", len(self.claims), error)
-        finally:
-            self._leave_lanes()
 
 
 class SqlStore(ABC):
@@ -221,10 +136,33 @@ class SqlStore(ABC):
         return await self._run_again(lambda: self._transact(work, writes=writes))
 
     async def join(self, work: Work[T], *, session: Joins | None = None) -> T:
-        """Run somebody else's function, which may take its time, as `run` does; see `Batch.settle_one`."""
+        """Run somebody else's function, which may take its time, as `run` does; see `Batch.settle_one`.
+
+        What the database has against the work itself is raised as it is.
+        """
         if session is not None and session not in self.joins:
             raise Unsupported(f"Store {self.name}: its transactions take no {session} sessions")
-        return await self._run_again(lambda: self._join(work, session))
+        try:
+            return await self._run_again(lambda: self._join(work, session))
+        except PillarboxError as error:
+            cause = error.__cause__
+            if isinstance(cause, DBAPIError) and await self._is_its_own_fault(cause):
+                raise cause from None
+            raise
+
+    async def _is_its_own_fault(self, error: DBAPIError) -> bool:
+        """Whether a transaction failed for what was done in it; one that lost its connection, if there are others."""
+        if isinstance(error, IntegrityError | DataError) or is_conflict(error):
+            return True
+        if str(getattr(error.orig, "sqlstate", "") or "")[:2] in _OWN_FAULTS:
+            return True
+        if not error.connection_invalidated:
+            return False
+        try:
+            await self.run(lambda db: db.execute(sa.select(1)), writes=False)
+        except PillarboxError:
+            return False
+        return True
 
     async def _run_again(self, transact: Callable[[], Awaitable[T]]) -> T:
         for conflict in range(MAX_CONFLICTS):
@@ -382,6 +320,8 @@ class SqlStore(ABC):
 
 
 # PostgreSQL: serialization failure, deadlock, lock not available; MySQL and MariaDB: lock wait timeout, deadlock.
+# Classes of states that speak of the values: bad data, violated constraints and views, errors raised by triggers.
+_OWN_FAULTS = ("22", "23", "44", "P0")
 _CONFLICTS = ("40001", "40P01", "55P03")
 _MYSQL_CONFLICTS = (1205, 1213, 1020)
 
@@ -412,7 +352,10 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
     number = error.orig.args[0] if error.orig is not None and error.orig.args else None
     table = store.tables["outbox"].fullname
     if is_missing(error):
-        return SchemaError(f"Store {store.name}: {text}. Run `pillarbox schema create` or your migration first.")
+        # The settings name the layout of the log, whose command makes no notifications.
+        name = store.layout.name.removesuffix("-fan-out")
+        create = f"schema create --layout {name}" if name.endswith("-notifications") else "schema create"
+        return SchemaError(f"Store {store.name}: {text}. Run `pillarbox {create}` or your migration first.")
     if state == "42703" or number == 1054 or "no such column" in text:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")
     if has_no_partition(error):

@@ -1,8 +1,8 @@
 """SQLite: one file, one writer at a time.
 
-The write lock that `BEGIN IMMEDIATE` takes is the latch, so claims of several processes exclude each other; there is
-no hold, because a transaction open during a delivery would stop every writer. WAL lets applications put while a relay
-reads. All work runs in one thread of its own: the standard library's driver blocks.
+The write lock that `BEGIN IMMEDIATE` takes is the latch, so claims of several processes exclude each other; there is no
+hold, because a transaction open during a delivery would stop every writer: a handler that takes a session does so. WAL
+lets applications put while a relay reads. All work runs in one thread of its own: the standard library's driver blocks.
 """
 
 from __future__ import annotations

@@ -13,7 +13,10 @@ from uuid import uuid4
 import pytest
 import sqlalchemy as sa
 
-from pillarbox import Event, Outbox
+from pillarbox import Event, Handlers, Outbox
+from pillarbox.cli.handlers import _make_group
+from pillarbox.config import Config, HandlersConfig, RelayConfig, StoreConfig
+from pillarbox.hooks import Hook
 from tests.acceptance.commands import TIMEOUT, Done, Run, end, finish, start
 from tests.acceptance.commands import run as run_command
 from tests.acceptance.launcher import Launcher
@@ -216,8 +219,53 @@ def test_backfill_gives_a_new_handler_the_history(shop: Shop) -> None:
     assert shop.calls == [*["ledger Deposited"] * 2, *["mailer Deposited"] * 2]
 
 
+def test_backfill_beyond_the_retention_needs_to_be_asked_for(shop: Shop) -> None:
+    (shop.folder / "pillarbox.toml").write_text('[relay]\nretention = "1d"\n')
+    shop.put("Deposited", "Deposited")
+    assert shop.run("run", "--drain").code == 0
+    with shop.engine.begin() as db:
+        db.execute(sa.text(f"DELETE FROM {shop.name}_notifications"))
+    refused = shop.run("backfill", "mailer", "--since", "7d")
+    assert (refused.code, refused.out) == (1, "")
+    assert "longer ago than the retention of 1d" in refused.err
+    assert "--again" in refused.err
+    assert shop.run("backfill", "mailer", "--since", "7d", "--again").out == "Notified handler 'mailer' of 2 events.\n"
+
+
 def _only_mailer(text: str) -> str:
     return "@handlers.on(" + text.split("@handlers.on(")[1]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def test_missing_notifications_are_made_by_the_command_that_the_error_names(run: Run, tmp_path: Path) -> None:
+    store = ["--store", f"sqlite:///{tmp_path}/new.db"]
+    options = [*store, "--handlers", "shop_events:handlers", "--namespace", "shop", "--layout", "actions"]
+    assert run("schema", "create", *store, "--layout", "actions").code == 0
+    done = run("handlers", "run", "--drain", *options)
+    command = "schema create --layout actions-notifications"
+    assert (done.code, f"Run `pillarbox {command}` or your migration first." in done.err) == (1, True), done.err
+    assert run(*command.split(), *store).code == 0
+    assert run("handlers", "run", "--drain", *options).code == 0
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/new.db")
+    assert "action_events_actions" in sa.inspect(engine).get_table_names()
+    engine.dispose()
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_handlers_have_as_many_batches_in_flight_as_the_settings_say_and_the_fan_out_one() -> None:
+    config = Config(
+        store=StoreConfig(url="sqlite:///never-opened.db", layout="actions"),
+        relay=RelayConfig(in_flight=7),
+        handlers=HandlersConfig(namespace="shop"),
+    )
+    handlers = Handlers()
+    handlers.on("Deposited", name="mailer")(lambda: None)
+    group = _make_group(config, handlers, Hook())
+    assert {name: relay._in_flight for name, relay in group.relays.items()} == {"fan-out": 1, "mailer": 7}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -255,8 +255,8 @@ class ActionKit:
         with self.place.engine.begin() as db:
             db.exec_driver_sql(sql.format(**names))
 
-    async def until_blocked(self) -> None:
-        """Wait until somebody waits for the side table; SQLite cannot tell."""
+    async def until_blocked(self, count: int = 1) -> None:
+        """Wait until so many wait for the side table; SQLite cannot tell."""
         table = self.log.tables["actions"].name
         waiting = {
             "postgresql": "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
@@ -268,7 +268,7 @@ class ActionKit:
         async with asyncio.timeout(20):
             while True:
                 with self.place.engine.connect() as db:
-                    if db.exec_driver_sql(waiting).scalar_one():
+                    if db.exec_driver_sql(waiting).scalar_one() >= count:
                         return
                 await asyncio.sleep(0.01)
 

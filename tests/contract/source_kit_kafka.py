@@ -40,7 +40,7 @@ class KafkaSourceKit(SourceKit):
         return self.keep(open_sink(self.url, topic=self.topic, **options))
 
     def remaining(self, group: str = GROUP) -> int:
-        return sum(lag for lag in read_lags(self.url, group, self.topic, self.partitions))
+        return sum(lag for lag in read_lags(self.url, self.named(group), self.topic, self.partitions))
 
     def make_stranger(self) -> Any:
         url = server_url("kafka_sasl").replace("//", "//pillarbox:not-the-password@")
@@ -82,6 +82,10 @@ class KafkaSourceKit(SourceKit):
 class KafkaEagerSourceKit(KafkaSourceKit):
     features: ClassVar = SourceKit.features - {"counts attempts", "asks for a login", "misses its place"}
     rebalancing: ClassVar[str] = "eager"
+
+    def named(self, group: str) -> str:
+        # A group has one way of rebalancing, also for those who have just left it.
+        return f"{group}-eager"
 
 
 def produce(

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import pytest
 
@@ -31,8 +32,12 @@ from tests.servers import server_url
 # A server ends with the thread that started it: this one lives as long as the tests do.
 _STARTER = ThreadPoolExecutor(1)
 
-GROUP, OTHER = "billing", "shipping"
-"""The consumer groups of a test. A kit whose broker keeps a copy a group makes both when it prepares the place."""
+_RUN = uuid4().hex[:8]
+GROUP, OTHER = f"billing-{_RUN}", f"shipping-{_RUN}"
+"""The consumer groups of a test. A kit whose broker keeps a copy a group makes both when it prepares the place.
+
+Each process has its own: members of one group at one broker would wait for each other.
+"""
 
 FEATURES: frozenset[str] = frozenset(
     {
@@ -142,7 +147,11 @@ class SourceKit:
 
     def make_source(self, *, group: str = GROUP, **options: Any) -> Any:
         given = {"dead": self.letters, "name": self.broker, **self.options, **options}
-        return self.keep(open_source(self.url, group=group, **given))
+        return self.keep(open_source(self.url, group=self.named(group), **given))
+
+    def named(self, group: str) -> str:
+        """What the broker knows a group as."""
+        return group
 
     async def open_source(self, **options: Any) -> Any:
         source = self.make_source(**options)

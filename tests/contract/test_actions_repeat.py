@@ -133,6 +133,30 @@ async def test_second_waits_for_the_first(actions: ActionKit, is_kept: bool) -> 
     assert len(actions.rows()) == 1
 
 
+@pytest.mark.parametrize("actions", [kit for kit in KITS if "sqlite" not in kit], indirect=True)
+async def test_of_several_that_wait_for_one_that_fails_one_is_done(actions: ActionKit) -> None:
+    gate = actions.gate()
+
+    def fail(act: Action[Any], session: Session) -> None:
+        gate.pass_through()
+        raise Interrupted
+
+    first = asyncio.create_task(actions.act(fail, idempotency_key="k-1"))
+    await gate.reached()
+    waiting = [
+        asyncio.create_task(actions.act(lambda act, session: credit(act, session, actions), idempotency_key="k-1"))
+        for _ in range(4)
+    ]
+    await actions.until_blocked(4)
+    gate.open()
+    with pytest.raises(Interrupted):
+        await first
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sorted(type(result).__name__ for result in results) == ["Action", *["ActionRepeated"] * 3]
+    assert actions.balances() == [5]
+    assert len(actions.rows()) == len(actions.side()) == 1
+
+
 @pytest.mark.parametrize("actions", [kit for kit in KITS if "async" in kit and "sqlite" not in kit], indirect=True)
 async def test_cancelled_wait_for_a_key_leaves_the_first_alone(actions: ActionKit) -> None:
     gate = actions.gate()

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from pillarbox import Event, Outbox
 from pillarbox.actions import Action
-from pillarbox.errors import ActionError, ActionRepeated, TransactionError
+from pillarbox.errors import ActionError, ActionRepeated, SchemaError, TransactionError
 from tests.contract.kit_actions import KITS, ActionKit, actions, places
 
 __all__ = ["actions", "places"]
@@ -90,6 +91,61 @@ async def test_failed_joined_action_cannot_be_committed(actions: ActionKit) -> N
         await actions.on(session, lambda plain: plain.commit())
     assert actions.balances() == [9]
     assert len(actions.rows()) == 1
+
+
+async def test_joined_action_that_failed_while_its_key_was_taken_cannot_be_committed(actions: ActionKit) -> None:
+    log = actions.make_log(table="nowhere_events")
+    try:
+        async with actions.session() as session:
+            await actions.on(session, lambda plain: plain.add(actions.Wallet(balance=1)))
+            with pytest.raises(SchemaError):
+                await actions.act(name="wallet.join", log=log, session=session, idempotency_key="k-1")
+            with pytest.raises(ActionError, match=r"'wallet.join' failed in this transaction"):
+                await actions.on(session, lambda plain: plain.commit())
+    finally:
+        for table in log.tables.values():
+            actions.place.metadata.remove(table)
+    assert actions.balances() == []
+
+
+@on_servers
+async def test_second_failed_joined_action_does_not_hide_the_first(actions: ActionKit) -> None:
+    def fail(act: Action[Any], plain: Session) -> None:
+        pay(act, plain, actions)
+        raise Interrupted
+
+    async with actions.session() as session:
+        with pytest.raises(Interrupted):
+            await actions.join(session, fail, name="first")
+        savepoint = await actions.on(session, lambda plain: plain.begin_nested())
+        with pytest.raises(Interrupted):
+            await actions.join(session, fail, name="second")
+        await actions.on(session, lambda plain: savepoint.rollback())
+        with pytest.raises(ActionError, match="'first' failed in this transaction"):
+            await actions.on(session, lambda plain: plain.commit())
+    assert (actions.rows(), actions.balances()) == ([], [])
+
+
+@pytest.mark.parametrize("is_raised", [True, False], ids=["raises", "ends"])
+async def test_joined_action_that_went_on_after_a_rollback_cannot_be_committed(
+    actions: ActionKit, is_raised: bool
+) -> None:
+    def body(act: Action[Any], plain: Session) -> None:
+        plain.rollback()
+        plain.add(actions.Wallet(balance=7))
+        plain.flush()
+        if is_raised:
+            raise Interrupted
+
+    async with actions.session() as session:
+        with pytest.raises(Interrupted if is_raised else ActionError):
+            await actions.join(session, body)
+        with pytest.raises(ActionError, match=r"'wallet.join' failed in this transaction"):
+            await actions.on(session, lambda plain: plain.commit())
+        await actions.on(session, lambda plain: plain.rollback())
+        await actions.join(session)
+        await actions.on(session, lambda plain: plain.commit())
+    assert (actions.types(), actions.balances()) == ([None], [])
 
 
 async def test_session_closed_after_a_failed_action_can_be_used_again(actions: ActionKit) -> None:
@@ -229,7 +285,7 @@ async def test_block_that_goes_on_after_a_rollback_cannot_end_well(actions: Acti
         session.rollback()
         session.add(actions.Wallet(balance=7))
 
-    with pytest.raises(ActionError, match="rolled back inside its block"):
+    with pytest.raises(ActionError, match="ended inside its block"):
         await actions.act(body)
     assert (actions.rows(), actions.balances()) == ([], [])
 
@@ -240,7 +296,7 @@ async def test_block_that_closes_its_session_cannot_end_well(actions: ActionKit)
         session.flush()
         session.close()
 
-    with pytest.raises(ActionError, match="rolled back inside its block"):
+    with pytest.raises(ActionError, match="ended inside its block"):
         await actions.act(body)
     assert (actions.rows(), actions.balances()) == ([], [])
 
@@ -252,9 +308,38 @@ async def test_block_that_swallows_a_failed_flush_cannot_end_well(actions: Actio
         with suppress(sa.exc.DBAPIError):
             session.flush()
 
-    with pytest.raises(ActionError, match="rolled back inside its block"):
+    with pytest.raises(ActionError, match="ended inside its block"):
         await actions.act(body)
     assert (actions.rows(), actions.balances()) == ([], [])
+
+
+@on_servers
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_commit_past_an_open_savepoint_is_refused(actions: ActionKit, depth: int) -> None:
+    def body(act: Action[Any], session: Session) -> None:
+        pay(act, session, actions)
+        transaction = session.get_transaction()
+        assert transaction is not None
+        for _ in range(depth):
+            session.begin_nested()
+        transaction.commit()
+
+    with pytest.raises(ActionError, match="its session was committed inside its block"):
+        await actions.act(body)
+    assert (actions.rows(), actions.balances()) == ([], [])
+
+
+@on_servers
+async def test_savepoint_committed_past_another_is_no_commit_of_the_block(actions: ActionKit) -> None:
+    def body(act: Action[Any], session: Session) -> None:
+        for amount in (1, 2):
+            outer = session.begin_nested()
+            session.begin_nested()
+            pay(act, session, actions, amount)
+            outer.commit()
+
+    await actions.act(body)
+    assert (actions.types(), actions.balances()) == (["Paid", "Paid"], [1, 2])
 
 
 @on_servers
@@ -287,6 +372,26 @@ async def test_connection_that_commits_by_itself_is_refused_before_the_first_cha
     finally:
         await (engine.dispose() if actions.is_async else asyncio.to_thread(engine.dispose))
     assert (actions.rows(), actions.balances()) == ([], [])
+
+
+@on_sqlite
+async def test_subject_in_another_database_than_the_log_is_refused(actions: ActionKit, tmp_path: Path) -> None:
+    make: Any = create_async_engine if actions.is_async else sa.create_engine
+    other = make(actions.place.driver_url(int(actions.is_async)).set(database=str(tmp_path / "other.db")))
+    kind: Any = AsyncSession if actions.is_async else Session
+    binds = {actions.Wallet: other, **dict.fromkeys(actions.log.tables.values(), actions.engine)}
+
+    def body(act: Action[Any], session: Session) -> None:
+        actions.place.metadata.create_all(session.connection(bind_arguments={"mapper": actions.Wallet}))
+        pay(act, session, actions)
+
+    try:
+        log = actions.make_log(engine=None, sessions=lambda: kind(binds=binds))
+        with pytest.raises(TransactionError, match="keeps Wallet in another database than the log's table"):
+            await actions.act(body, log=log)
+    finally:
+        await (other.dispose() if actions.is_async else asyncio.to_thread(other.dispose))
+    assert actions.rows() == []
 
 
 # -- nesting -----------------------------------------------------------------------------------------------------------
@@ -339,6 +444,21 @@ async def test_repeated_inner_action_may_be_passed_over(actions: ActionKit) -> N
             )
         await actions.on(outer.session, lambda plain: pay(outer, plain, actions))
     assert [row["action_name"] for row in actions.rows()] == ["inner", "outer"]
+
+
+async def test_action_that_fails_by_a_repeated_inner_one_cannot_be_committed(actions: ActionKit) -> None:
+    async def outer(session: Any) -> None:
+        async with actions.block("outer", session=session) as act:
+            await actions.on(session, lambda plain: pay(act, plain, actions))
+            await actions.join(session, name="inner", idempotency_key="k")
+
+    await actions.act(name="inner", idempotency_key="k")
+    async with actions.session() as session:
+        with pytest.raises(ActionRepeated):
+            await outer(session)
+        with pytest.raises(ActionError, match="'outer' failed in this transaction"):
+            await actions.on(session, lambda plain: plain.commit())
+    assert (actions.types(), actions.balances()) == ([None], [])
 
 
 async def test_actions_one_after_another_are_not_nested(actions: ActionKit) -> None:

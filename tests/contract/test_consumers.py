@@ -23,8 +23,11 @@ from pillarbox.sources.url import open_source
 from pillarbox.stores import Filter
 from tests.contract.consumers import (
     LATER,
+    MODES,
+    QUICKEST,
     ConsumerDatabase,
     Service,
+    consumers_on,
     every_broker,
     every_database,
     every_way,
@@ -32,6 +35,7 @@ from tests.contract.consumers import (
     on_one,
     servers,
 )
+from tests.contract.inboxes import message
 from tests.contract.sources import GROUP, OTHER, SourceKit, source_kit, until, until_told
 
 __all__ = ["source_kit"]
@@ -424,6 +428,41 @@ async def test_stop_that_cannot_wait_for_a_handler_undoes_it(service: Service) -
 
 
 # -- wrong use -------------------------------------------------------------------------------------------------------
+
+
+@every_database
+async def test_consumer_refuses_an_inbox_with_messages_of_another_group(service: Service) -> None:
+    record_orders(service)
+    with service.database.engine.begin() as db:
+        service.database.inbox.take(db, message("z", group=OTHER))
+    await service.send("a")
+    consumer = service.make_consumer()
+    why = f"it has messages of group '{OTHER}'; consumers of group '{GROUP}' need an inbox of their own"
+    for start in (consumer.run, consumer.open, consumer.drain):
+        async with asyncio.timeout(20):
+            with pytest.raises(ConfigError, match=why):
+                await start()
+    await consumer.close()
+    assert service.database.taken() == [(OTHER, "z")]
+    assert service.database.effects() == []
+
+
+@consumers_on((QUICKEST, "postgres"), modes=MODES[:1])
+async def test_consumer_ends_when_its_inbox_gets_messages_of_another_group(service: Service) -> None:
+    @service.handlers.on("order")
+    def record(order: dict[str, Any], session: Session) -> None:
+        with service.database.engine.begin() as db:
+            service.database.inbox.take(db, message("z", group=OTHER))
+        raise Reject("wrong as such")
+
+    await service.send("a")
+    consumer = service.make_consumer()
+    async with asyncio.timeout(20):
+        with pytest.raises(ConfigError, match=f"it has messages of group '{OTHER}'"):
+            await consumer.run()
+    await consumer.close()
+    assert await service.wait_for_dead(0) == []
+    assert service.kit.remaining() == 1
 
 
 async def test_handler_with_the_name_of_another_relay_is_refused() -> None:

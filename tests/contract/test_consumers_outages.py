@@ -89,6 +89,28 @@ async def test_database_that_is_down_for_a_while_costs_nothing(kit: SourceKit, f
     assert attempts == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("kit", [pytest.param((QUICKEST, frozenset()), id=QUICKEST)], indirect=True)
+@pytest.mark.parametrize("fragile", ["postgres"], indirect=True)
+@pytest.mark.parametrize("mode", MODES)
+async def test_database_that_is_down_when_a_consumer_starts_is_waited_for(
+    kit: SourceKit, fragile: Any, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    database, server = fragile
+    service = Service(kit, database, is_stored=mode == STORED)
+    record_orders(service)
+    await service.send("a")
+    database.engine.dispose()
+    await asyncio.to_thread(server.kill)
+    async with service.consuming():
+        await until(lambda: "The store is down" in caplog.text)
+    # Stopped while it waits, it has ended; the next one waits until the database is back.
+    caplog.clear()
+    async with service.consuming():
+        await until(lambda: "The store is down" in caplog.text)
+        server.start()
+        await service.done("a")
+
+
 fragile_brokers = consumers_on(
     *((broker, "postgres") for broker in BROKERS if "goes down" in load_kit(broker).features),
     needs=frozenset({"goes down"}),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
 
-from pillarbox import ConfigError, Event, Handlers, RelayGroup, handler_relays
+from pillarbox import ConfigError, Event, Handlers, Relay, RelayGroup, SinkUnavailable, handler_relays
 from pillarbox.retry import Constant, NoRetry
 from pillarbox.stores.sql import SqlStore
 from tests.contract.stores import HOUR, SqlKit, event, states, until
@@ -264,3 +265,34 @@ async def test_outbox_and_url_do_instead_of_a_function(kit: SqlKit, handlers: Ha
     assert seen == ["a"]
     with pytest.raises(ConfigError, match="expected url"):
         handler_relays(kit.database.outbox, handlers)
+
+
+async def test_drain_follows_events_although_a_handler_is_down(
+    kit: SqlKit, handlers: Handlers, make_group: Any
+) -> None:
+    seen: list[str] = []
+
+    @handlers.on("a")
+    def chain(session: Session) -> None:
+        kit.database.outbox.put(session, event("b"))
+
+    @handlers.on("a")
+    async def down() -> None:
+        raise SinkUnavailable("closed for today")
+
+    @handlers.on("b")
+    def last() -> None:
+        seen.append("b")
+
+    kit.put(event("a"))
+    with pytest.raises(SinkUnavailable, match="closed for today"):
+        await make_group().drain()
+    assert seen == ["b"]
+
+
+def test_options_of_the_relays_maker_count(kit: SqlKit, handlers: Handlers, make_group: Any) -> None:
+    @handlers.on("a")
+    async def handle() -> None: ...
+
+    group = make_group(make_relay=partial(Relay, retry=NoRetry()))
+    assert [relay._retry for relay in group.relays.values()] == [NoRetry(), NoRetry()]

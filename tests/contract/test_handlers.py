@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pillarbox import Context, Dead, Event, Handlers, Reject, Relay, Retry, RetryLater, Skip
+from pillarbox import Context, Dead, Event, Handlers, Reject, Relay, Released, Retry, RetryLater, Skip
 from pillarbox.handlers import HandlerSink
 from pillarbox.retry import Constant
 from pillarbox.stores import Settlement
@@ -299,3 +299,38 @@ async def test_hook_that_provides_something_else_is_told_what_was_expected(kit: 
     assert (await Relay(store, HandlerSink(handlers, "handle"), retry=Constant(HOUR)).run_once()).retried == 1
     [record] = await store.events(EVERYTHING)
     assert "expected provide to return rate by name, got rat" in str(record.error)
+
+
+async def test_released_is_no_result_of_a_call(kit: Kit, handlers: Handlers, run: Run) -> None:
+    @handlers.on("placed")
+    async def handle() -> Released:
+        return Released()
+
+    kit.put(event("placed"))
+    assert (await run()).retried == 1
+
+
+async def test_middleware_that_calls_twice_takes_no_more_places(kit: Kit, handlers: Handlers) -> None:
+    running = most = 0
+
+    @handlers.use
+    async def twice(context: Context, call: Any) -> object:
+        await call()
+        return await call()
+
+    @handlers.on("placed", concurrency=1)
+    def handle() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        running -= 1
+
+    kit.put(*(event("placed") for _ in range(5)))
+    sink = HandlerSink(handlers, "handle")
+    relay = Relay(await kit.open(), sink)
+    assert (await relay.drain()).new == 0
+    assert most == 1
+    slot = sink.make_slot()
+    await slot.take()
+    assert sink._slots.locked()
+    await sink.close()

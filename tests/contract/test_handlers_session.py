@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import pytest
@@ -15,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from pillarbox import Dead, Event, Handlers, Relay, Retry, Skip, Unsupported
-from pillarbox.errors import SinkUnavailable
+from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.handlers import HandlerSink
 from pillarbox.handlers.dispatch import DispatchSink
 from pillarbox.retry import Constant
@@ -327,7 +330,7 @@ async def test_stopped_relay_undoes_what_a_handler_under_way_wrote(
 
 
 @pytest.mark.needs("server")
-async def test_lost_connection_is_not_the_events_fault(
+async def test_connection_that_is_lost_again_and_again_is_the_events_own_failure(
     kit: SqlKit, ledger: Ledger, handlers: Handlers, kind: str
 ) -> None:
     is_postgres = kit.database.backend == "postgresql"
@@ -343,12 +346,108 @@ async def test_lost_connection_is_not_the_events_fault(
     register(handlers, kind, work, "a")
     kit.put(event("a"))
     store = await kit.open()
-    relay = Relay(store, HandlerSink(handlers, "handle"))
-    with pytest.raises(SinkUnavailable):
-        await relay.drain()
-    await relay.sink.close()
+    for _ in range(2):
+        relay = Relay(store, HandlerSink(handlers, "handle"), retry=Constant(HOUR))
+        with pytest.raises(SinkUnavailable, match="the connection was lost"):
+            await relay.drain()
+        await relay.sink.close()
+        assert await attempts(store) == {"a": 0}
+    assert (await run_once(kit, handlers)).retried == 1
     assert ledger.entries == []
-    assert await attempts(store) == {"a": 0}
+    assert await attempts(store) == {"a": 1}
+
+
+@pytest.mark.needs("server")
+async def test_join_that_cannot_connect_is_not_the_events_fault_and_keeps_no_place(
+    kit: SqlKit, ledger: Ledger, handlers: Handlers, kind: str
+) -> None:
+    def work(order: dict[str, Any], session: Session) -> None:
+        session.execute(ledger.write(order["name"]))
+
+    register(handlers, kind, work, "a", concurrency=1)
+    kit.put(event("a"))
+    store = await kit.open()
+    sink = HandlerSink(handlers, "handle")
+    relay = Relay(store, sink)
+    with patch.object(store, "_join", side_effect=ConnectionRefusedError("nobody there")):
+        with pytest.raises(SinkUnavailable, match="nobody there"):
+            await relay.drain()
+        assert await attempts(store) == {"a": 0}
+    assert (await Relay(store, sink).run_once()).delivered == 1
+    await sink.close()
+    assert ledger.entries == ["a"]
+
+
+@pytest.mark.needs("direct connection")
+async def test_constraint_that_fails_at_the_commit_is_the_events_own_failure(
+    kit: SqlKit, handlers: Handlers, kind: str
+) -> None:
+    name = f"deferred_{uuid4().hex[:12]}"
+    with kit.database.engine.begin() as db:
+        db.exec_driver_sql(f"CREATE TABLE {name} (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+
+    def work(order: dict[str, Any], session: Session) -> None:
+        session.execute(sa.text(f"INSERT INTO {name} VALUES (1)"))
+        if order["name"] == "bad":
+            session.execute(sa.text(f"INSERT INTO {name} VALUES (1)"))
+
+    register(handlers, kind, work, "bad", "good")
+    kit.put(event("bad"), event("good"))
+    settlement = await run_once(kit, handlers)
+    with kit.database.engine.begin() as db:
+        assert db.exec_driver_sql(f"SELECT count(*) FROM {name}").scalar_one() == 1
+        db.exec_driver_sql(f"DROP TABLE {name}")
+    assert (settlement.delivered, settlement.retried) == (1, 1)
+
+
+@pytest.mark.needs("direct connection")
+async def test_conflict_that_never_ends_is_the_events_own_failure(kit: SqlKit, handlers: Handlers, kind: str) -> None:
+    calls: list[str] = []
+
+    def work(order: dict[str, Any], session: Session) -> None:
+        calls.append(order["name"])
+        session.execute(sa.text("DO $$ BEGIN RAISE EXCEPTION 'busy' USING ERRCODE = '40001'; END $$"))
+
+    register(handlers, kind, work, "a", concurrency=1)
+    kit.put(event("a"))
+    relay = Relay(await kit.open(), HandlerSink(handlers, "handle"), retry=Constant(HOUR))
+    assert (await relay.run_once()).retried == 1
+    assert len(calls) == 5
+    # Each call took a place and gave it back once.
+    sink = relay.sink
+    assert isinstance(sink, HandlerSink)
+    slot = sink.make_slot()
+    await asyncio.wait_for(slot.take(), 10)
+    assert sink._slots.locked()
+    await sink.close()
+
+
+@pytest.mark.needs("server")
+async def test_event_that_was_settled_is_not_handled_again_when_a_neighbour_cannot_be(
+    kit: SqlKit, ledger: Ledger, handlers: Handlers
+) -> None:
+    calls: list[str] = []
+
+    @handlers.on("a", "b", concurrency=1)
+    async def handle(order: dict[str, Any], session: AsyncSession) -> None:
+        calls.append(order["name"])
+        await session.execute(ledger.write(f"{order['name']} {len(calls)}"))
+
+    kit.put(event("a"), event("b"))
+    store = await kit.open()
+    join, joins = store.join, count()
+
+    async def refuse_the_second(*args: Any, **options: Any) -> Any:
+        if next(joins) == 1:
+            raise ConfigError("the password was changed")
+        return await join(*args, **options)
+
+    relay = Relay(store, HandlerSink(handlers, "handle"), batch_size=2)
+    with patch.object(store, "join", refuse_the_second):
+        relay._size = 2
+        await relay.run_once()
+    assert len(calls) == 1
+    await relay.sink.close()
 
 
 @pytest.mark.needs("server")
@@ -372,7 +471,9 @@ async def test_handlers_that_deadlock_are_run_again(kit: SqlKit, ledger: Ledger,
         await session.execute(ledger.write(order["name"]))
 
     kit.put(event("xy"), event("yx"))
-    assert (await run_once(kit, handlers)).delivered == 2
+    relay = Relay(await kit.open(), HandlerSink(handlers, "handle"), batch_size=2)
+    relay._size = 2
+    assert (await relay.run_once()).delivered == 2
     assert len(calls) == 3
     assert ledger.entries == ["x", "xy", "y", "yx"]
 
@@ -395,10 +496,8 @@ async def test_handler_may_be_idle_in_its_transaction_longer_than_a_hold(kit: Sq
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("untyped columns")
 async def test_async_session_on_sqlite_is_refused_before_anything_is_claimed(kit: SqlKit, handlers: Handlers) -> None:
-    if kit.database.backend != "sqlite":
-        return
-
     @handlers.on("a")
     async def handle(session: AsyncSession) -> None: ...
 
@@ -442,6 +541,34 @@ async def test_all_handlers_of_a_type_run_in_one_transaction(kit: SqlKit, ledger
     settlement = await dispatch(kit, handlers)
     assert (settlement.delivered, settlement.retried) == (1, 1)
     assert ledger.entries == ["first a", "second a"]
+
+
+@pytest.mark.needs("server")
+async def test_who_waits_for_a_place_among_a_handlers_calls_holds_no_row(
+    kit: SqlKit, ledger: Ledger, handlers: Handlers
+) -> None:
+    with ledger.engine.begin() as db:
+        db.execute(ledger.write("row"))
+    is_first_done = asyncio.Event()
+    lock = sa.select(ledger.table).with_for_update()
+
+    @handlers.on("x")
+    async def first(session: AsyncSession) -> None:
+        await session.execute(lock)
+        is_first_done.set()
+
+    @handlers.on("x", "y", concurrency=1)
+    async def second(order: dict[str, Any], session: AsyncSession) -> None:
+        if order["name"] == "y":
+            with suppress(TimeoutError):
+                await asyncio.wait_for(is_first_done.wait(), 0.5)
+            await session.execute(lock)
+
+    kit.put(event("y"), event("x"))
+    relay = Relay(await kit.open(), DispatchSink(handlers), batch_size=2)
+    relay._size = 2
+    assert (await asyncio.wait_for(relay.run_once(), 20)).delivered == 2
+    await relay.sink.close()
 
 
 @pytest.mark.parametrize(("unmatched", "expected"), [("dead", (0, 1)), ("skip", (1, 0))])

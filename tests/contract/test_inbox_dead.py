@@ -50,6 +50,7 @@ async def queue(database: InboxDatabase) -> AsyncIterator[SqlStore]:
 
 
 own_tables = pytest.mark.parametrize("database", OWN, indirect=True)
+mariadb = pytest.mark.parametrize("database", ["mariadb"], indirect=True)
 omnibox_tables = pytest.mark.parametrize("database", OMNIBOX, indirect=True)
 
 
@@ -161,19 +162,15 @@ async def test_each_group_buries_its_own(database: InboxDatabase, dead: InboxDea
 
 
 @own_tables
-async def test_letter_is_written_although_the_queue_has_its_event_for_another_group(
-    database: InboxDatabase, queue: SqlStore
+async def test_letter_is_refused_when_the_inbox_has_messages_of_another_group(
+    database: InboxDatabase, dead: InboxDeadLetters, queue: SqlStore
 ) -> None:
-    from pillarbox.inbox.storing import StoreSink
-
-    sink = StoreSink(database.inbox, database.url, group="billing")
-    await sink.deliver([received("a")])
-    await sink.close()
-    other = InboxDeadLetters(database.inbox, database.url, group="shipping")
-    await other.bury([letter(received("a"))])
-    await other.close()
-    assert len(await listed(queue)) == 1
-    assert (await queue.counts()).new == 1
+    with database.engine.begin() as db:
+        database.inbox.take(db, message("z", group="shipping"))
+    with pytest.raises(ConfigError, match="has messages of group 'shipping'; consumers of group 'billing' need an"):
+        await dead.bury([letter(received("a"))])
+    assert await listed(queue) == []
+    assert database.taken() == [("shipping", "z")]
 
 
 @own_tables
@@ -200,6 +197,26 @@ async def test_payload_above_the_usual_limit_is_buried_whole(
     await dead.bury([letter(spoiled(body=body))])
     [record] = await listed(queue)
     assert record.event.payload == body
+
+
+@mariadb
+async def test_payload_larger_than_a_statement_is_buried_whole(
+    database: InboxDatabase, dead: InboxDeadLetters, queue: SqlStore
+) -> None:
+    # max_allowed_packet is 16 MiB, and bytes are written as two digits each.
+    body = bytes(range(256)) * 36_000
+    await dead.bury([letter(received("a")), letter(spoiled(body=body)), letter(received("b"))])
+    records = {record.event.payload for record in await listed(queue)}
+    assert records == {b'{"id": "a"}', body, b'{"id": "b"}'}
+
+
+@mariadb
+async def test_payload_that_the_server_cannot_hold_is_refused_for_good(
+    database: InboxDatabase, dead: InboxDeadLetters, queue: SqlStore
+) -> None:
+    with pytest.raises(ConfigError, match=r"payload: 16777216 bytes, .* max_allowed_packet is 16777216\. Raise"):
+        await dead.bury([letter(received("a")), letter(spoiled(body=b"x" * 2**24))])
+    assert await listed(queue) == []
 
 
 # -- omni-box's table --------------------------------------------------------------------------------------------------
@@ -238,6 +255,26 @@ async def test_what_omni_box_cannot_hold_goes_to_the_queue_beside_it(
         (b'{"id": "' + b"i" * 300 + b'"}', 12),
         (b'{"id": "c"}', 3000),
     }
+
+
+@omnibox_tables
+async def test_message_that_cannot_be_read_keeps_its_bytes_although_they_are_an_object(
+    database: InboxDatabase, dead: InboxDeadLetters, queue: SqlStore
+) -> None:
+    body = b'{"specversion":  "1.0", "n": 1.50}'
+    await dead.bury([letter(spoiled(body=body, headers={}))])
+    assert database.taken() == []
+    assert [record.event.payload for record in await listed(queue)] == [body]
+
+
+@omnibox_tables
+@pytest.mark.parametrize(("odd", "shown"), [("k\ud800", "k\\ud800"), ("k\0", "k\\x00")], ids=["surrogate", "zero"])
+async def test_key_that_omni_box_cannot_hold_goes_to_the_queue_beside_it(
+    database: InboxDatabase, dead: InboxDeadLetters, queue: SqlStore, odd: str, shown: str
+) -> None:
+    await dead.bury([letter(received("a", key=odd)), letter(received("b"))])
+    assert [found for _, found in database.taken()] == ["b"]
+    assert [record.event.key for record in await listed(queue)] == [shown]
 
 
 @omnibox_tables

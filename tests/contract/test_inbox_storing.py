@@ -11,10 +11,14 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
+from pillarbox import Handlers, Outbox
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Dead
 from pillarbox.inbox import Inbox
+from pillarbox.inbox.dead_letters import InboxDeadLetters
 from pillarbox.inbox.storing import StoreSink
+from pillarbox.inbox.taking import TakingSink
+from pillarbox.sources import Letter
 from tests.contract.inboxes import (
     ASYNC_DRIVERS,
     INBOXES,
@@ -92,6 +96,7 @@ async def test_stored_message_keeps_all_that_it_says(database: InboxDatabase, si
     assert (event.correlation_id, event.source) == ("c-1", "shop")
     assert event.headers == {
         "tenant": "acme",
+        "pillarbox-message-group": "billing",
         "pillarbox-message-source": "orders",
         "pillarbox-message-time": "2026-03-01T12:30:00+00:00",
     }
@@ -221,14 +226,63 @@ async def test_message_is_not_stored_when_its_batch_fails(database: InboxDatabas
     assert stored(database) == 2
 
 
+OTHERS = "'billing'; consumers of group 'shipping' need an inbox of their own"
+
+
 @own_tables
-async def test_two_groups_cannot_share_a_queue(database: InboxDatabase, sink: StoreSink) -> None:
+async def test_message_is_not_stored_beside_those_of_another_group(database: InboxDatabase, sink: StoreSink) -> None:
     other = StoreSink(database.inbox, database.url, group="shipping")
     await sink.deliver([received("a")])
-    with pytest.raises(ConfigError, match=r"message 'a' is new for group 'shipping', but the queue .* 'billing'"):
+    await drain_queue(database)
+    # No message is to blame: they stay where they are.
+    with pytest.raises(SinkUnavailable, match=f"it has messages of group {OTHERS}") as caught:
         await other.deliver([received("b"), received("a")])
+    assert caught.value.outcomes == [RELEASED, RELEASED]
+    with pytest.raises(SinkUnavailable, match=OTHERS):
+        await other.open()
     await other.close()
     assert database.taken() == [("billing", "a")]
+    assert stored(database) == 0
+
+
+@own_tables
+async def test_two_inboxes_cannot_share_a_queue(database: InboxDatabase, sink: StoreSink) -> None:
+    metadata = sa.MetaData()
+    queue = Outbox(metadata, table=f"{database.table}_queue")
+    other = StoreSink(Inbox(metadata, table=f"{database.table}_2", queue=queue), database.url, group="shipping")
+    metadata.create_all(database.engine)
+    try:
+        await sink.deliver([received("a")])
+        with pytest.raises(SinkUnavailable, match=f"its queue '{database.table}_queue' has messages of group {OTHERS}"):
+            await other.deliver([received("a")])
+        with pytest.raises(SinkUnavailable, match=OTHERS):
+            await other.open()
+    finally:
+        await other.close()
+        database.run(f"DROP TABLE {database.table}_2")
+
+
+@own_tables
+async def test_letter_of_another_group_keeps_it_out(database: InboxDatabase) -> None:
+    letters = InboxDeadLetters(database.inbox, database.url, group="billing")
+    broken = received("x" * 300)
+    await letters.bury([Letter(broken, "It is broken", broken.row.read.raw)])
+    await letters.close()
+    assert database.taken() == []
+    other = StoreSink(database.inbox, database.url, group="shipping")
+    with pytest.raises(SinkUnavailable, match=OTHERS):
+        await other.open()
+    await other.close()
+
+
+@omnibox_tables
+async def test_groups_share_omni_box_s_table(database: InboxDatabase, sink: StoreSink) -> None:
+    await sink.deliver([received("a")])
+    other = StoreSink(database.inbox, database.url, group="shipping")
+    await other.open()
+    assert await other.deliver([received("a")]) == [DELIVERED]
+    await other.close()
+    assert database.taken() == [("billing", "a"), ("shipping", "a")]
 
 
 @own_tables
@@ -356,8 +410,20 @@ def test_inbox_without_a_queue_stores_nothing() -> None:
     inbox = Inbox(sa.MetaData(), queue=False)
     with pytest.raises(ConfigError, match="queue=False"):
         StoreSink(inbox, "sqlite:///x.db", group="billing")
+
+
+@pytest.mark.parametrize(
+    "group", ["", None, "g" * 256, "g\0", "g\ud800"], ids=["empty", "none", "long", "zero", "half"]
+)
+def test_name_that_no_row_holds_is_no_group(group: Any) -> None:
+    inbox, handlers = Inbox(sa.MetaData()), Handlers()
+    handlers.on("order", name="record")(lambda order: None)
+    with pytest.raises(ConfigError, match="expected group, the name of a consumer group of at most 255 characters"):
+        StoreSink(inbox, "sqlite:///x.db", group=group)
     with pytest.raises(ConfigError, match="expected group"):
-        StoreSink(Inbox(sa.MetaData()), "sqlite:///x.db", group="")
+        TakingSink(inbox, "sqlite:///x.db", handlers, group=group)
+    with pytest.raises(ConfigError, match="expected group"):
+        InboxDeadLetters(inbox, "sqlite:///x.db", group=group)
 
 
 async def test_old_messages_are_forgotten_by_the_way(database: InboxDatabase, sink: StoreSink) -> None:
@@ -369,3 +435,35 @@ async def test_old_messages_are_forgotten_by_the_way(database: InboxDatabase, si
     await later.deliver([received("c")])
     await later.close()
     assert [found for _, found in database.taken()] == ["b", "c"]
+
+
+@postgres
+@pytest.mark.parametrize("is_stored", [False, True], ids=["at-once", "stored-first"])
+async def test_forgetting_that_fails_is_no_failure_of_messages(
+    database: InboxDatabase, is_stored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with database.engine.begin() as db:
+        database.inbox.take(db, message("old"))
+    database.run(f"UPDATE {{inbox}} SET taken_at = {database.ago(8 * 86400)}")
+    name = f"keep_{database.table}"
+    database.run(
+        f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE EXCEPTION USING ERRCODE = "
+        "'42501', MESSAGE = 'permission denied'; END$$"
+    )
+    database.run(f"CREATE TRIGGER {name} BEFORE DELETE ON {{inbox}} FOR EACH ROW EXECUTE FUNCTION {name}()")
+    handlers = Handlers()
+    handlers.on("orders", name="record")(lambda order: None)
+    sink: Any = (
+        StoreSink(database.inbox, database.url, group="billing")
+        if is_stored
+        else TakingSink(database.inbox, database.url, handlers, group="billing")
+    )
+    try:
+        assert await sink.deliver([received("a")]) == [DELIVERED]
+        assert await sink.deliver([received("b")]) == [DELIVERED]
+    finally:
+        await sink.close()
+        database.run(f"DROP FUNCTION {name} CASCADE")
+    assert [found for _, found in database.taken()] == ["a", "b", "old"]
+    # Once an hour is enough.
+    assert len([record for record in caplog.records if "Could not forget" in record.message]) == 1

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session
 
+from pillarbox import Outbox
 from pillarbox.errors import ConfigError, LayoutError, TransactionError, Unsupported
 from pillarbox.inbox import Inbox
 from pillarbox.layouts.inbox_tables import InboxMixin
@@ -28,6 +29,7 @@ from tests.contract.inboxes import (
     INBOXES,
     OMNIBOX,
     OWN,
+    SYNC_DRIVERS,
     Consumer,
     InboxDatabase,
     make_inboxes,
@@ -94,6 +96,11 @@ def test_wrong_declarations_are_refused() -> None:
         Inbox(sa.MetaData(), table="inbox_queue")
     with pytest.raises(LayoutError, match="1 to 40 characters"):
         Inbox(sa.MetaData(), table="i" * 41)
+    for layout in ("faststream", "pillarbox-partitioned"):
+        with pytest.raises(
+            LayoutError, match=f"'inbox' queue: expected an outbox of layout 'pillarbox', got .*{layout}"
+        ):
+            Inbox(sa.MetaData(), queue=Outbox(sa.MetaData(), layout))
     metadata = sa.MetaData()
     sa.Table("inbox", metadata, sa.Column("id", sa.Integer, primary_key=True))
     with pytest.raises(LayoutError, match="lacks consumer_group"):
@@ -290,6 +297,43 @@ async def test_row_that_another_has_locked_is_left_for_later(database: InboxData
         assert await asyncio.to_thread(database.inbox.prune, database.engine) == 1
         db.rollback()
     assert [found for _, found in database.taken()] == ["a"]
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+@pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+async def test_batch_of_nothing_is_refused(database: InboxDatabase, batch: int) -> None:
+    with pytest.raises(ConfigError, match="Inbox batch: expected a whole number of 1 or more"):
+        database.inbox.prune(database.engine, batch=batch)
+    engine = create_async_engine(database.url.set(drivername="sqlite+aiosqlite"))
+    with pytest.raises(ConfigError, match="Inbox batch"):
+        await database.inbox.prune_async(engine, batch=batch)
+    await engine.dispose()
+
+
+@pytest.mark.parametrize("kind", ["engine", "async-engine"])
+@pytest.mark.parametrize("database", ["mariadb", "mysql"], indirect=True)
+async def test_take_waits_for_no_prune(database: InboxDatabase, kind: str) -> None:
+    """On engines with the level that these databases have by default, REPEATABLE READ."""
+    take(database, "a", "c")
+    grow_old(database, "1 = 1", 8)
+    taken: list[list[bool]] = []
+
+    def take_meanwhile(connection: sa.Connection) -> None:
+        with database.engine.begin() as db:
+            db.exec_driver_sql("SET innodb_lock_wait_timeout = 1")
+            taken.append(database.inbox.take_many(db, [message("b"), message("d")]))
+
+    driver = f"{database.backend}+{(ASYNC_DRIVERS if kind == 'async-engine' else SYNC_DRIVERS)[database.backend]}"
+    make: Any = create_async_engine if kind == "async-engine" else sa.create_engine
+    engine = make(database.url.set(drivername=driver))
+    sa.event.listen(engine.sync_engine if kind == "async-engine" else engine, "commit", take_meanwhile)
+    if kind == "async-engine":
+        assert await database.inbox.prune_async(engine) == 2
+        await engine.dispose()
+    else:
+        assert database.inbox.prune(engine) == 2
+        engine.dispose()
+    assert taken == [[True, True]]
 
 
 @omnibox_tables

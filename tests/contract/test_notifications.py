@@ -13,11 +13,12 @@ import sqlalchemy as sa
 
 from pillarbox import Context, Handlers
 from pillarbox.errors import ConfigError
+from pillarbox.event import uuid7
 from pillarbox.notifications import ActionContext, read_action
 from pillarbox.notifications.relays import notification_relays
 from pillarbox.stores.url import open_store
 from tests.contract.layouts import NOW, LayoutKit
-from tests.contract.notifications import SENTINEL, Log, everywhere, make_handlers, note, on_servers
+from tests.contract.notifications import INSERT, SENTINEL, Log, everywhere, make_handlers, note, on_servers
 from tests.contract.specs import ACTION
 from tests.servers import server_url
 
@@ -159,6 +160,49 @@ async def test_nodes_fanning_out_at_once_notify_once(log: Log) -> None:
     await asyncio.gather(*(group.drain() for group in groups))
     assert (calls.count(("mailer", "Deposited")), calls.count(("mailer", "Withdrawn"))) == (40, 40)
     assert (calls.count(("ledger", "Deposited")), len(calls)) == (40, 120)
+
+
+@everywhere
+async def test_events_of_one_action_come_in_the_order_they_were_emitted(log: Log) -> None:
+    # Against the alphabet, and at one moment as within an action: only the ids tell the order.
+    types = ["WalletOpened", "MoneyDeposited", "AccountClosed"] * 4
+    handlers, calls = make_handlers("AccountClosed", "MoneyDeposited", "WalletOpened")
+    for type in types:
+        log.kit.insert(type, sql=INSERT, id=uuid7())
+    log.kit.execute("UPDATE {events} SET event_date = {ago}", seconds=60)
+    await log.drain(handlers)
+    assert calls == [("mailer", type) for type in types]
+
+
+@everywhere
+async def test_events_of_several_types_come_in_the_order_of_their_dates(log: Log) -> None:
+    types = ["C", "B", "A", "C", "A", "B"]
+    handlers, calls = make_handlers("A", "B", "C")
+    for age, type in zip(range(60, 0, -10), types, strict=True):
+        log.kit.insert(type, sql=INSERT.replace("{utc}", "{ago}"), seconds=age)
+    await log.drain(handlers)
+    assert calls == [("mailer", type) for type in types]
+
+
+@everywhere
+async def test_busy_type_does_not_starve_others(log: Log) -> None:
+    handlers, _ = make_handlers("A", "B")
+    log.emit(*["A"] * 40, "B")
+    log.kit.execute("UPDATE {events} SET event_date = {ago} WHERE event_type = 'B'", seconds=60)
+    async with log.relays(handlers) as group:
+        batch = await group.relays["fan-out"].store.claim(20, mode="hold", lease=timedelta(seconds=30))
+        await batch.abandon()
+    assert [claim.event.type for claim in batch.claims] == ["B", *["A"] * 19]
+
+
+@everywhere
+async def test_types_that_differ_in_case_are_claimed_once_each(log: Log) -> None:
+    handlers, _ = make_handlers("Deposited", "deposited")
+    log.emit("deposited", "Deposited")
+    async with log.relays(handlers) as group:
+        batch = await group.relays["fan-out"].store.claim(20, mode="hold", lease=timedelta(seconds=30))
+        await batch.abandon()
+    assert [claim.event.type for claim in batch.claims] == ["deposited", "Deposited"]
 
 
 @on_servers

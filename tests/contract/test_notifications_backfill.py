@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -12,7 +13,7 @@ from pillarbox import Handlers
 from pillarbox.errors import ConfigError, Unsupported
 from pillarbox.handlers.backfill import backfill
 from tests.contract.layouts import LayoutKit
-from tests.contract.notifications import SENTINEL, Log, everywhere, make_handlers
+from tests.contract.notifications import INSERT, SENTINEL, Log, everywhere, make_handlers
 from tests.contract.stores import process_time_zone
 
 HOUR = timedelta(hours=1)
@@ -29,8 +30,10 @@ def ago(hours: float) -> datetime:
     return datetime.now(UTC) - hours * HOUR
 
 
-async def fill(log: Log, handlers: Handlers, name: str = "ledger", **options: Any) -> int:
-    store = await log.kit.open()
+async def fill(
+    log: Log, handlers: Handlers, name: str = "ledger", *, retention: timedelta | None = None, **options: Any
+) -> int:
+    store = await log.kit.open(retention=retention)
     return await backfill(store, handlers[name], **{"since": ago(24), "namespace": "shop", **options})
 
 
@@ -61,6 +64,56 @@ async def test_backfill_may_be_repeated(log: Log) -> None:
     assert [await fill(log, new), await fill(log, new)] == [2, 0]
     await log.drain(new)
     assert (await fill(log, new), len(calls)) == (0, 2)
+
+
+@everywhere
+async def test_history_beyond_the_retention_is_refused_unless_it_may_be_told_again(log: Log) -> None:
+    handlers, calls = make_handlers("Deposited", name="mailer")
+    log.emit(*["Deposited"] * 3)
+    await log.drain(handlers)
+    # Handled and pruned: nothing says any more that the handler had them.
+    log.kit.execute("DELETE FROM {outbox}")
+    with pytest.raises(
+        ConfigError, match=r"since is 20.* longer ago than the retention of 1h\. .*again=True \(--again\)"
+    ):
+        await fill(log, handlers, "mailer", retention=HOUR)
+    with pytest.raises(ConfigError, match="retention of 1h"):
+        await fill(log, handlers, "mailer", retention=HOUR, dry_run=True)
+    assert log.kit.count() == 0
+    assert await fill(log, handlers, "mailer", retention=HOUR, again=True) == 3
+    await log.drain(handlers)
+    assert calls == [("mailer", "Deposited")] * 6
+
+
+@everywhere
+async def test_history_within_the_retention_is_told(log: Log) -> None:
+    await handle_before(log, "Deposited")
+    new, _ = make_handlers("Deposited", name="ledger")
+    assert await fill(log, new, retention=25 * HOUR) == 1
+
+
+@everywhere
+async def test_history_comes_in_the_order_of_its_dates(log: Log) -> None:
+    types = ["E1", "E2", "E3", "E4", "E5"]
+    ids = sorted((uuid4() for _ in types), reverse=True)
+    for type, id, age in zip(types, ids, (50, 40, 40, 30, 20), strict=True):
+        log.kit.insert(type, sql=INSERT.replace("{utc}", "{ago}").replace("FALSE", "TRUE"), id=id, seconds=age)
+    # Two of one moment, with the end of a batch between them.
+    log.kit.execute("UPDATE {events} SET event_date = {ago} WHERE event_type IN ('E2', 'E3')", seconds=40)
+    new, calls = make_handlers(*reversed(types), name="ledger")
+    assert await fill(log, new, batch=2) == 5
+    await log.drain(new)
+    told = [type for _, type in calls]
+    assert (told[:1], sorted(told[1:3]), told[3:]) == (["E1"], ["E2", "E3"], ["E4", "E5"])
+
+
+@everywhere
+async def test_event_dated_after_the_clock_of_the_database_is_told(log: Log) -> None:
+    await handle_before(log, "Deposited")
+    # As written by an application whose clock is ahead.
+    log.kit.execute("UPDATE {events} SET event_date = {back[event_date]}", seconds=-600)
+    new, _ = make_handlers("Deposited", name="ledger")
+    assert await fill(log, new) == 1
 
 
 @everywhere

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -119,23 +119,51 @@ async def test_always_failing_handler_ends_expired_and_is_never_called_again(log
 
 
 @pytest.mark.parametrize("layout_kit", ["actions-notifications-sqlite"], indirect=True)
-async def test_expiry_is_decided_by_the_time_after_the_call(log: Log) -> None:
+async def test_expiry_is_decided_by_the_time_after_the_call(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = Handlers()
     calls: list[str] = []
+
+    class Tomorrow:
+        @staticmethod
+        def now(zone: Any) -> datetime:
+            return datetime.now(zone) + DAY
 
     @handlers.on("Deposited", max_age=DAY)
     async def mailer(context: Context) -> None:
         calls.append(context.type)
         # A slow one: the notification comes of age meanwhile.
-        await asyncio.sleep(3.2)
+        monkeypatch.setattr("pillarbox.judging.datetime", Tomorrow)
         raise ConnectionError("no mail today")
 
     log.emit("Deposited")
+    await log.drain(handlers)
+    assert (calls, log.notifications("state", "attempts")) == (["Deposited"], [("EXPIRED", 1)])
+
+
+@everywhere
+async def test_notification_that_kills_its_process_is_not_called_for_ever(log: Log) -> None:
+    handlers, calls = make_handlers("Deposited")
+    [first, _] = log.emit("Deposited", "Deposited")
     async with log.relays(handlers) as group:
         await group.relays["fan-out"].drain()
-        log.let_pass(24 * 3600 - 3)
-        await group.relays["mailer"].run_once()
-    assert (calls, log.notifications("state", "attempts")) == (["Deposited"], [("EXPIRED", 1)])
+        # One was claimed by a process that died with it, again and again; nobody had time for the other.
+        log.kit.execute("UPDATE {outbox} SET attempts = 40, state = 'FAILED' WHERE event_id = :id", id=first)
+        log.let_pass(8 * 86400)
+        await group.drain()
+    assert calls == [("mailer", "Deposited")]
+    assert log.notifications("state", "attempts") == [("EXPIRED", 41), ("SUCCEEDED", 1)]
+
+
+@everywhere
+async def test_policy_without_an_age_is_asked_for_old_notifications_too(log: Log) -> None:
+    handlers, calls = make_handlers("Deposited", retry=Constant(HOUR, max_attempts=50))
+    log.emit("Deposited")
+    async with log.relays(handlers) as group:
+        await group.relays["fan-out"].drain()
+        log.kit.execute("UPDATE {outbox} SET attempts = 40, state = 'FAILED'")
+        log.let_pass(8 * 86400)
+        await group.drain()
+    assert (calls, log.notifications("state", "attempts")) == ([("mailer", "Deposited")], [("SUCCEEDED", 41)])
 
 
 @everywhere

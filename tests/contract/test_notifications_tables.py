@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import sqlalchemy as sa
@@ -12,13 +12,18 @@ from sqlalchemy.orm import DeclarativeBase
 from pillarbox import Outbox
 from pillarbox.errors import LayoutError
 from pillarbox.layouts import declare_layout, get_layout
+from pillarbox.layouts.action_side import declare_actions
 from pillarbox.layouts.actions_tables import ActionEventMixin, ActionNotificationMixin, ActionStateMixin
 from pillarbox.layouts.ekbatan_tables import event_columns, notification_columns
 from tests.contract.catalog import DIALECTS, empty_database, read_tables
 
 ROLES = {
-    "actions": {"outbox": "action_events", "state": "action_events_state"},
-    "actions-notifications": {"outbox": "action_event_notifications", "events": "action_events"},
+    "actions": {"outbox": "action_events", "state": "action_events_state", "actions": "action_events_actions"},
+    "actions-notifications": {
+        "outbox": "action_event_notifications",
+        "events": "action_events",
+        "actions": "action_events_actions",
+    },
 }
 
 # By table and database: the indexes that claims and look-ups go by.
@@ -103,6 +108,7 @@ def test_notifications_are_found_by_either_name() -> None:
         assert {role: table.name for role, table in found.items()} == {
             "outbox": "wallet_event_notifications",
             "events": "wallet_events",
+            "actions": "wallet_events_actions",
         }
 
 
@@ -134,6 +140,7 @@ def test_mapped_classes_make_the_same_tables(engine: sa.Engine) -> None:
     class Notification(ActionNotificationMixin, Base):
         pass
 
+    declare_actions(cast(sa.Table, Recorded.__table__))
     declare_both().create_all(engine)
     declared = read_tables(engine)
     declare_both().drop_all(engine)

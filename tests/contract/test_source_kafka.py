@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import subprocess
 import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 
-from pillarbox.errors import StoreUnavailable
+from pillarbox.errors import ConfigError, StoreUnavailable
 from pillarbox.event import DELIVERED, Retry
-from pillarbox.sources import kafka
+from pillarbox.sinks.kafka_settings import ClientLog
+from pillarbox.sources import kafka, kafka_consumer
+from pillarbox.sources.kafka_progress import Part
 from pillarbox.sources.url import open_source
 from pillarbox.stores import Settlement
 from tests.contract.kit_kafka import make_topic
@@ -48,7 +52,7 @@ def send_to(kit: KafkaSourceKit, partition: int, *names: str) -> None:
 
 
 def lags(kit: KafkaSourceKit) -> list[int]:
-    return read_lags(kit.url, GROUP, kit.topic, kit.partitions)
+    return read_lags(kit.url, kit.named(GROUP), kit.topic, kit.partitions)
 
 
 async def test_offset_moves_up_to_the_first_message_that_is_not_done(kit):
@@ -90,7 +94,7 @@ async def test_id_key_time_and_headers_are_those_of_the_message(kit):
     assert producer.flush(30) == 0
     source = await kit.open_source()
     (received,) = claims_of(await take(source, 1))
-    assert received.row.read.id == f"{kit.topic}:2:0"
+    assert received.row.read.id == f"{kit.topic}:2:0:1772368200250"
     assert received.event.key == r"\xffk"
     assert received.event.created_at is not None
     assert received.event.created_at.isoformat() == "2026-03-01T12:30:00.250000+00:00"
@@ -101,13 +105,116 @@ async def test_latest_begins_with_what_comes_after(kit):
     send_to(kit, 0, "before")
     source = await kit.open_source(start="latest")
     await kit.until_balanced([source])
-    # The client asks for the end of each partition after it was assigned.
-    found: list[str] = []
-    while not found:
-        send_to(kit, 0, "after")
-        found += names_of([await claim(source)])
-        await source.wait(timedelta(milliseconds=200))
-    assert set(found) == {"after"}
+    send_to(kit, 0, "after")
+    assert await take_names(source, 1) == ["after"]
+    assert await asyncio.to_thread(lags, kit) == [0, 0, 0]
+
+
+async def test_latest_keeps_what_came_since_the_first_start_until_it_is_done(kit):
+    send_to(kit, 0, "before")
+    first = await kit.open_source(start="latest")
+    await kit.until_balanced([first])
+    send_to(kit, 0, "a", "b", "c")
+    await settle(await take(first, 3), Retry("no", timedelta(seconds=60)))
+    await first.close()
+    second = await kit.open_source(start="latest")
+    assert await take_names(second, 3) == ["a", "b", "c"]
+
+
+async def test_latest_keeps_its_offsets_when_members_come_and_go(kit):
+    first = await kit.open_source(start="latest")
+    await kit.until_balanced([first])
+    for partition in range(3):
+        send_to(kit, partition, f"{partition}")
+    await settle(await take(first, 3), Retry("no", timedelta(seconds=60)))
+    second, third = await kit.open_source(start="latest"), await kit.open_source(start="latest")
+    await kit.until_balanced([first, second, third])
+    for each in (first, second):
+        await each.close()
+    found: set[str] = set()
+    async with asyncio.timeout(30):
+        while found != {"0", "1", "2"}:
+            found.update(await take_names(third, 1))
+
+
+async def test_latest_begins_nowhere_before_its_offset_is_committed(kit, monkeypatch):
+    refused: list[KafkaError] = []
+    commit_ends = kafka_consumer.KafkaConsumer._commit_ends
+
+    def refuse_once(self: Any, *arguments: Any) -> None:
+        if not refused:
+            refused.append(KafkaError(KafkaError._TIMED_OUT))
+            raise KafkaException(refused[0])
+        commit_ends(self, *arguments)
+
+    monkeypatch.setattr(kafka_consumer.KafkaConsumer, "_commit_ends", refuse_once)
+    send_to(kit, 0, "before")
+    source = await kit.open_source(start="latest")
+    await until(lambda: refused and source._receiver.done())
+    assert (await claim(source)).claims == []
+    await kit.until_balanced([source])
+    send_to(kit, 0, "after")
+    assert await take_names(source, 1) == ["after"]
+
+
+async def test_time_that_no_calendar_has_is_left_out(kit):
+    topic = f"{kit.place}.strange"
+    make_topic(kit.url, topic, config={"message.timestamp.after.max.ms": f"{2**63 - 1}"})
+    producer = Producer({"bootstrap.servers": kit.url.removeprefix("kafka://")})
+    producer.produce(topic, b"{}", timestamp=1_772_368_200_250_000)
+    assert producer.flush(30) == 0
+    source = await kit.open_source(topics=[topic])
+    (received,) = claims_of(await take(source, 1))
+    assert (received.defect, received.event.created_at) == (None, None)
+
+
+async def test_header_whose_name_is_no_text_makes_a_message_unreadable(kit):
+    command = ["kcat", "-b", kit.url.removeprefix("kafka://"), "-P", "-t", kit.topic, "-H", b"\xff=1"]
+    await asyncio.to_thread(subprocess.run, command, input=b"hello", check=True, timeout=60)
+    source = await kit.open_source()
+    (received,) = claims_of(await take(source, 1))
+    assert received.defect is not None
+    assert received.defect.startswith("Message cannot be read: its headers: ")
+    assert received.event.payload == b"hello"
+
+
+def _refuse_entry(part: Part, message: Message) -> Any:
+    raise ZeroDivisionError
+
+
+async def test_what_could_not_be_taken_up_comes_again(kit, monkeypatch):
+    make_entry = kafka._make_entry
+    monkeypatch.setattr(kafka, "_make_entry", _refuse_entry)
+    send_to(kit, 0, "a", "b")
+    source = await kit.open_source()
+    with pytest.raises(ZeroDivisionError):
+        await claim_for_ever(source)
+    monkeypatch.setattr(kafka, "_make_entry", make_entry)
+    assert await take_names(source, 2) == ["a", "b"]
+
+
+async def test_messages_of_a_topic_made_again_have_other_ids(kit):
+    ids = []
+    admin = AdminClient({"bootstrap.servers": kit.url.removeprefix("kafka://")})
+    for _ in range(2):
+        send_to(kit, 0, "a")
+        source = await kit.open_source()
+        batches = await take(source, 1)
+        ids.append(claims_of(batches)[0].row.read.id)
+        await settle(batches)
+        await source.close()
+        for future in admin.delete_topics([kit.topic]).values():
+            future.result(timeout=30)
+        await until_told(lambda: kit.topic in admin.list_topics(timeout=30).topics, False)
+        make_topic(kit.url, kit.topic, partitions=3)
+    assert [each.rsplit(":", 1)[0] for each in ids] == [f"{kit.topic}:0:0"] * 2
+    assert ids[0] != ids[1]
+
+
+def test_id_fits_whatever_the_topics_name():
+    longest = kafka._make_id(Part("t" * 249, 2**31 - 1), 2**63 - 1, 2**63 - 1)
+    assert longest == "c545092e-2162-5fca-b0ff-ebb908bc9e71:2147483647:9223372036854775807:9223372036854775807"
+    assert kafka._make_id(Part("t" * 200, 0), 7, 1_772_368_200_250) == f"{'t' * 200}:0:7:1772368200250"
 
 
 async def test_pattern_finds_topics_also_later_ones(kit):
@@ -132,12 +239,13 @@ async def test_rebalancing_while_there_is_no_room_loses_nothing(kit):
     second = await kit.open_source(prefetch=5)
     found = names_of(held)
     await settle(held)
-    while set(found) != set(number_names(90)):
-        for source in (first, second):
-            batch = await claim(source)
-            found += names_of([batch])
-            await batch.settle([DELIVERED] * len(batch.claims))
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while set(found) != set(number_names(90)):
+            for source in (first, second):
+                batch = await claim(source)
+                found += names_of([batch])
+                await batch.settle([DELIVERED] * len(batch.claims))
+            await asyncio.sleep(0.02)
     await until_told(lambda: lags(kit), [0, 0, 0])
 
 
@@ -164,6 +272,53 @@ async def test_partition_is_given_up_when_what_is_under_way_is_settled(kit, monk
     for source in (first, second):
         assert (await claim(source)).claims == []
     await until_told(lambda: lags(kit), [0, 0, 0])
+
+
+async def test_nothing_is_claimed_of_a_partition_that_is_being_given_up(kit, monkeypatch):
+    leaving: list[Part] = []
+    slipped: list[Part] = []
+    gate, held = asyncio.Event(), asyncio.Event()
+    withdraw, receive = kafka.KafkaSource._withdraw, kafka_consumer.KafkaConsumer.receive
+
+    async def note_and_withdraw(self: Any, parts: Any, is_lost: bool) -> None:
+        if self is first:
+            leaving.extend(parts)
+        await withdraw(self, parts, is_lost)
+
+    async def wait_and_receive(self: Any, most: int, timeout: float) -> Any:
+        if self is first._consumer and not gate.is_set():
+            held.set()
+            await gate.wait()
+        found = await receive(self, most, timeout)
+        slipped.extend(part for part, _ in found if part in leaving)
+        return found
+
+    monkeypatch.setattr(kafka.KafkaSource, "_withdraw", note_and_withdraw)
+    monkeypatch.setattr(kafka_consumer.KafkaConsumer, "receive", wait_and_receive)
+    for partition in range(3):
+        send_to(kit, partition, f"{partition}")
+    first = kit.make_source()
+    gate.set()
+    await first.open()
+    batches = await take(first, 3, limit=1)
+    # What the client has received now is not at hand yet when the partitions are taken away.
+    gate.clear()
+    async with asyncio.timeout(20):
+        await held.wait()
+    for partition in range(3):
+        send_to(kit, partition, f"{partition} later")
+    await until(lambda: len(first._consumer._buffer) == 3)
+    second = await kit.open_source()
+    await until(lambda: leaving)
+    gate.set()
+    await until(lambda: not first._consumer._buffer)
+    claimed = (await claim(first)).claims
+    assert [name_of(each.event) for each in claimed if each.row.token[0] in leaving] == []
+    assert slipped == []
+    await settle(batches)
+    await kit.until_balanced([first, second])
+    assert not [entry for entry in first.pending if entry.token[0] in leaving]
+    await until_told(lambda: sum(lags(kit)), 3)
 
 
 async def test_what_takes_too_long_is_lost_with_its_partition_and_given_to_the_next(kit, monkeypatch):
@@ -206,7 +361,7 @@ async def test_source_logs_in_and_encrypts(kit, server: ServerName):
 
 
 def kafka_source(kit: KafkaSourceKit, url: str, topic: str, **options: Any) -> Any:
-    return open_source(url, group=GROUP, dead=kit.letters, topics=[topic], **options)
+    return open_source(url, group=kit.named(GROUP), dead=kit.letters, topics=[topic], **options)
 
 
 async def test_topic_that_is_deleted_is_told(kit):
@@ -217,6 +372,80 @@ async def test_topic_that_is_deleted_is_told(kit):
         future.result(timeout=30)
     with pytest.raises(StoreUnavailable, match=r"(?i)topic"):
         await claim_for_ever(source)
+
+
+@pytest.mark.parametrize(
+    ("is_settling", "config", "is_left"),
+    [
+        pytest.param(False, {}, False, id="idle"),
+        pytest.param(True, {}, False, id="settling"),
+        pytest.param(True, {"socket.timeout.ms": 60_000}, True, id="patient"),
+    ],
+)
+async def test_close_ends_while_the_broker_stands_still(
+    private_broker, caplog, monkeypatch, is_settling, config, is_left
+):
+    monkeypatch.setattr(kafka, "_GIVE_UP", 0.5)
+    kit = KafkaSourceKit(private_broker)
+    assert kit.server is not None
+    kit.send_named("a")
+    source = await kit.open_source(timeout="2s", config=config)
+    (batch,) = await take(source, 1)
+    thread = source._consumer._thread
+    kit.server.pause()
+    try:
+        if is_settling:
+            with pytest.raises(StoreUnavailable):
+                await batch.settle([DELIVERED])
+        # The timeout, what a rebalancing may take, and a second; and some more.
+        async with asyncio.timeout(2 + 0.5 + 1 + 1):
+            await source.close()
+    finally:
+        kit.server.resume()
+    await until(lambda: not thread.is_alive(), within=30)
+    assert "goes without having left the group" in caplog.text or not is_left
+    assert "Sink" not in caplog.text
+    # The broker may have found the commit of the first one when it went on.
+    kit.send_named("b", "c")
+    again = await kit.open_source()
+    assert await until_taken(again, "c") - {"a"} == {"b", "c"}
+    await again.close()
+
+
+async def until_taken(source: Any, name: str) -> set[str]:
+    found: set[str] = set()
+    while name not in found:
+        found.update(await take_names(source, 1))
+    return found
+
+
+async def test_what_the_client_cannot_give_is_told_once(kit, caplog):
+    source = await kit.open_source()
+    bad = Message(topic=kit.topic, partition=1, offset=4, error=KafkaError(KafkaError._BAD_COMPRESSION))
+    other = Message(error=KafkaError(KafkaError.INCONSISTENT_GROUP_PROTOCOL))
+    for message in (bad, bad, other, other):
+        assert source._consumer._keep(message) is False
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == [
+        f"Source kafka: topic {kit.topic!r}, partition 1, offset 4 cannot be received: "
+        "_BAD_COMPRESSION: Local: Invalid compressed data",
+        "Source kafka: INCONSISTENT_GROUP_PROTOCOL: Broker: Inconsistent group protocol",
+    ]
+
+
+def test_secrets_of_the_config_are_hidden(kit, caplog):
+    source = kit.make_source(config={"ssl.key.password": "0ther-s3cr3t"})
+    lines = ClientLog(source._settings, "orders", owner="Source")
+    lines.log(logging.WARNING, "%s [%s] %s", "CONFWARN", "consumer-1", "0ther-s3cr3t is weak")
+    assert [(each.name, each.getMessage()) for each in caplog.records] == [
+        ("pillarbox.source", "Source orders: CONFWARN [consumer-1] *** is weak")
+    ]
+
+
+@pytest.mark.parametrize("setting", ["sasl.password", "security.protocol", "metadata.broker.list", "ssl.ca.location"])
+def test_setting_that_has_an_option_is_refused(kit, setting):
+    with pytest.raises(ConfigError, match=rf"Source 'kafka' config: '{setting}' is not taken here"):
+        kit.make_source(config={setting: "x"})
 
 
 async def claim_for_ever(source: Any) -> None:

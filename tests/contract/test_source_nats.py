@@ -131,13 +131,15 @@ async def test_settlement_that_the_server_does_not_confirm_fails_and_the_message
 
 
 @shared_server
-async def test_what_a_killed_process_had_comes_before_newer_messages(kit):
+async def test_what_a_killed_process_had_comes_before_newer_messages(kit, caplog):
     make_consumer(kit, ack_wait=2 * SECONDS)
     kit.send_named("k1", "k2", key="k")
     async with fetched(kit, 2):
         pass
     kit.send_named("k3", "k4", key="k")
+    caplog.set_level("INFO", "pillarbox.source")
     source = await kit.open_source()
+    assert "waits up to 4 s for 2 messages that the last process left; give shared=true" in caplog.text
     assert await take_names(source, 4, within=10) == ["k1", "k2", "k3", "k4"]
     assert await is_silent(source)
 
@@ -172,6 +174,22 @@ async def test_process_that_shares_its_consumer_waits_for_nobody(kit):
         source = await kit.open_source(shared=True)
         assert not source.keeps_order
         assert await take_names(source, 1, within=5) == ["k2"]
+
+
+@shared_server
+async def test_processes_that_share_a_consumer_both_get_messages(kit):
+    one = await kit.open_source(shared=True, prefetch=10)
+    two = await kit.open_source(shared=True, prefetch=10)
+    kit.send_named(*(f"{number}" for number in range(20)))
+    await until(lambda: len(one.pending) + len(two.pending) == 20)
+    assert (len(one.pending), len(two.pending)) == (10, 10)
+
+
+@shared_server
+async def test_process_that_shares_is_told_of_a_limit_that_one_may_use_up(kit, caplog):
+    make_consumer(kit, max_ack_pending=10)
+    await kit.open_source(shared=True, prefetch=10)
+    assert "allows 10 unacknowledged messages for all processes, and prefetch is 10: one may" in caplog.text
 
 
 @shared_server
@@ -265,6 +283,61 @@ async def test_deleted_consumer_is_made_again(kit):
 
 
 @shared_server
+async def test_deleted_consumer_of_new_messages_skips_nothing(kit, caplog):
+    kit.send_named("before")
+    source = await kit.open_source(start="new")
+    kit.send_named("a", "b", "c", key="k")
+    await until(lambda: len(source.pending) == 3)
+    await (await claim(source, 1)).settle([DELIVERED])
+    under_way = await claim(source, 1)
+    ask(kit.url, f"CONSUMER.DELETE.{kit.place}.{GROUP}")
+    kit.send_named("d", key="k")
+    await until(lambda: source._receiver.done())
+    assert await take_names(source, 3) == ["b", "c", "d"]
+    assert await under_way.settle([DELIVERED]) == Settlement(lost=1)
+    assert "was gone and is made again, to begin with message 3" in caplog.text
+    assert await is_silent(source)
+
+
+@shared_server
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+async def test_deleted_consumer_that_had_seen_nothing_new_begins_where_it_stood(kit, shared):
+    kit.send_named("before")
+    source = await kit.open_source(start="new", shared=shared)
+    ask(kit.url, f"CONSUMER.DELETE.{kit.place}.{GROUP}")
+    kit.send_named("a")
+    await until(lambda: source._receiver.done())
+    assert await take_names(source, 1) == ["a"]
+    assert await is_silent(source)
+
+
+@shared_server
+async def test_deleted_consumer_gives_again_what_another_process_had(kit):
+    one = await kit.open_source(start="new", shared=True, prefetch=3)
+    two = await kit.open_source(start="new", shared=True, prefetch=3)
+    names = [f"{number}" for number in range(6)]
+    kit.send_named(*names)
+    await until(lambda: len(one.pending) + len(two.pending) == 6)
+    # Whoever has not the first message does not know of it, and makes the consumer again.
+    other = two if any(entry.place == 1 for entry in one.pending) else one
+    ask(kit.url, f"CONSUMER.DELETE.{kit.place}.{GROUP}")
+    await until(lambda: two._receiver.done() and one._receiver.done())
+    assert sorted(await take_names(other, 6)) == names
+
+
+@shared_server
+async def test_stream_that_is_made_again_is_read_from_its_beginning(kit):
+    source = await kit.open_source(start="new")
+    kit.send_named("a", "b")
+    assert await take_names(source, 2) == ["a", "b"]
+    ask(kit.url, f"STREAM.DELETE.{kit.place}")
+    make_stream(kit.url, kit.place, subjects=[f"{kit.place}.>"])
+    kit.send_named("c")
+    await until(lambda: source._receiver.done())
+    assert await take_names(source, 1) == ["c"]
+
+
+@shared_server
 async def test_acknowledgement_to_a_deleted_consumer_is_none(kit):
     kit.send_named("a")
     source = await kit.open_source()
@@ -351,10 +424,11 @@ async def test_subject_filters_and_start_is_honoured(kit):
         ({"deliver_subject": "push.here"}, "is a push consumer; expected a pull consumer"),
         ({"ack_policy": "none", "max_ack_pending": 0}, "expected ack policy explicit"),
         ({"max_deliver": 5}, "max_deliver 5 would let JetStream drop messages"),
+        ({"inactive_threshold": 60 * SECONDS}, "inactive_threshold 60 s would let JetStream delete it"),
         ({"headers_only": True}, "gives out headers without payloads"),
         ({"filter_subject": "PLACE.order"}, r"filters by contract-\w+\.order, the source asks for all subjects"),
     ],
-    ids=["push", "no acks", "drops", "headers only", "other subjects"],
+    ids=["push", "no acks", "drops", "goes away", "headers only", "other subjects"],
 )
 async def test_consumer_that_would_lose_messages_is_refused(kit, settings, complaint):
     make_consumer(

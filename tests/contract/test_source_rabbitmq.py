@@ -16,6 +16,7 @@ from pamqp.header import ContentHeader
 
 from pillarbox.errors import ConfigError, StoreUnavailable
 from pillarbox.event import DELIVERED, Retry
+from pillarbox.sources import rabbitmq_connection
 from pillarbox.sources.rabbitmq import RabbitmqSource
 from pillarbox.sources.rabbitmq_damage import tolerant
 from pillarbox.sources.url import open_source
@@ -441,6 +442,67 @@ async def test_tls_checks_the_server():
         await source.open()
     with pytest.raises(StoreUnavailable, match="certificate verify failed"):
         await open_source(url, group="nowhere", dead=Letters()).open()
+
+
+# -- the limit of deliveries that newer servers have -----------------------------------------------------------------
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """This server is taken for one with a limit. It knows no -1, so the queue is made with a limit that it can have."""
+    monkeypatch.setattr(rabbitmq_connection, "_LIMITED_SINCE", 3)
+    monkeypatch.setattr(rabbitmq_connection, "_UNLIMITED", 1000)
+
+
+def limit_of(kit: Any, queue: str) -> str:
+    lines = kit.run("list_queues", "--no-table-headers", "name", "arguments").splitlines()
+    return next(str(line) for line in lines if line.startswith(f"{queue}\t"))
+
+
+@one_queue
+async def test_queue_is_made_with_a_limit_of_its_own_where_the_server_has_one(kit, limited, caplog):
+    name = f"{kit.place}.made"
+    source = await kit.open_source(queue=name, create=True)
+    assert '{"x-delivery-limit",1000}' in limit_of(kit, name)
+    await source.close()
+    # It exists now, as it was asked for.
+    await kit.open_source(queue=name, create=True)
+    assert caplog.text == ""
+    with connect(kit.url) as connection:
+        connection.channel().queue_delete(name)
+
+
+@one_queue
+async def test_queue_is_made_without_a_limit_where_the_server_has_none(kit, caplog):
+    name = f"{kit.place}.made"
+    await kit.open_source(queue=name, create=True)
+    assert "x-delivery-limit" not in limit_of(kit, name)
+    await kit.open_source(queue=f"{kit.place}.{GROUP}")
+    assert caplog.text == ""
+    with connect(kit.url) as connection:
+        connection.channel().queue_delete(name)
+
+
+@one_queue
+@pytest.mark.parametrize("create", [False, True], ids=["found", "made before"])
+async def test_queue_that_may_drop_messages_is_consumed_with_a_warning(kit, limited, caplog, create):
+    name = f"{kit.place}.before"
+    with connect(kit.url) as connection:
+        connection.channel().queue_declare(name, durable=True, arguments={"x-queue-type": "quorum"})
+        connection.channel().queue_bind(name, kit.place, "#")
+    source = await kit.open_source(queue=name, create=create)
+    kit.send_named("a")
+    assert await take_names(source, 1) == ["a"]
+    assert f"if queue '{name}' is a quorum queue, this server drops a message" in caplog.text
+    await source.close()
+    with connect(kit.url) as connection:
+        connection.channel().queue_delete(name)
+
+
+@one_queue
+async def test_queue_of_another_type_is_refused_as_before(kit, limited):
+    with pytest.raises(ConfigError, match="exists with other settings"):
+        await kit.open_source(queue=f"{kit.place}.{GROUP}", create=True)
 
 
 @pytest.mark.parametrize(

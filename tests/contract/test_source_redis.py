@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from pillarbox.errors import ConfigError
+from pillarbox.errors import ConfigError, StoreUnavailable
 from pillarbox.event import DELIVERED, Retry
+from pillarbox.sources.url import open_source
 from pillarbox.stores import Settlement
 from tests.contract.source_kit_redis import RedisSourceKit
 from tests.contract.sources import (
@@ -271,22 +274,158 @@ async def test_key_that_is_no_stream_is_a_clear_error(kit):
         await kit.open_source()
 
 
-async def test_group_that_is_destroyed_is_made_again(kit):
+async def test_group_that_is_destroyed_is_made_again(kit, caplog):
     kit.send_named("a")
     source = await kit.open_source()
     assert await take_names(source, 1) == ["a"]
     kit.call("XGROUP", "DESTROY", kit.stream, GROUP)
     # From the start: nobody knows any more what was done.
     kit.send_named("b")
-    found: list[Any] = []
-    while len(found) < 2:
-        batch = await claim_patiently(source)
-        found += names_of([batch])
-        await batch.settle([DELIVERED] * len(batch.claims))
-    assert found == ["a", "b"]
+    await until(lambda: source._receiver.done())
+    assert await take_names(source, 2) == ["a", "b"]
+    assert "the group was gone from stream" in caplog.text
     await until_told(kit.remaining, 0)
 
 
-async def claim_patiently(source: Any) -> Any:
-    await source.wait(timedelta(milliseconds=200))
-    return await claim(source)
+@pytest.mark.parametrize("is_seen", [False, True], ids=["nothing seen", "one seen"])
+async def test_latest_group_that_is_destroyed_skips_nothing(kit, is_seen):
+    kit.send_named("before")
+    source = await kit.open_source(start="latest")
+    if is_seen:
+        kit.send_named("a")
+        assert await take_names(source, 1) == ["a"]
+    kit.call("XGROUP", "DESTROY", kit.stream, GROUP)
+    kit.send_named("b", "c")
+    await until(lambda: source._receiver.done())
+    # From where the group stood when it was joined: nobody knows any more what was done since.
+    assert await take_names(source, 2 + is_seen) == ["a", "b", "c"][not is_seen :]
+    assert await is_silent(source)
+
+
+async def test_latest_group_that_is_destroyed_gives_again_what_was_at_hand(kit):
+    source = await kit.open_source(start="latest")
+    kit.send_named("a", "b", "c", key="k")
+    await until(lambda: len(source.pending) == 3)
+    batch = await claim(source, 2)
+    await batch.settle([DELIVERED, Retry("no", timedelta(0))])
+    under_way = await claim(source, 1)
+    kit.call("XGROUP", "DESTROY", kit.stream, GROUP)
+    kit.send_named("d", key="k")
+    await until(lambda: source._receiver.done())
+    assert await take_names(source, 4) == ["a", "b", "c", "d"]
+    assert await under_way.settle([DELIVERED]) == Settlement(lost=1)
+    assert await is_silent(source)
+    await until_told(kit.remaining, 0)
+
+
+async def test_latest_group_that_is_destroyed_gives_again_what_another_consumer_had(kit):
+    kit.send_named("before")
+    kit.call("XGROUP", "CREATE", kit.stream, GROUP, "$")
+    kit.send_named("theirs")
+    read_as(kit, "other", 1)
+    source = await kit.open_source(start="latest", lease="60s")
+    kit.send_named("ours")
+    assert await take_names(source, 1) == ["ours"]
+    kit.call("XGROUP", "DESTROY", kit.stream, GROUP)
+    await until(lambda: source._receiver.done())
+    assert await take_names(source, 2) == ["theirs", "ours"]
+    assert await is_silent(source)
+
+
+async def test_latest_group_of_a_stream_that_is_made_again_begins_with_its_first_entry(kit):
+    source = await kit.open_source(start="latest")
+    kit.send_named("a")
+    assert await take_names(source, 1) == ["a"]
+    kit.call("DEL", kit.stream)
+    kit.call("XADD", kit.stream, "1-1", "payload", '{"name": "b"}')
+    await until(lambda: source._receiver.done())
+    assert await take_names(source, 1) == ["b"]
+
+
+async def test_stream_that_is_gone_is_an_outage_until_it_is_back(kit):
+    kit.send_named("a")
+    source = await kit.open_source(create=False)
+    assert await take_names(source, 1) == ["a"]
+    kit.call("DEL", kit.stream)
+    await until(lambda: source._receiver.done())
+    with pytest.raises(StoreUnavailable, match="does not exist"):
+        await claim(source)
+    kit.send_named("b")
+    assert await take_names(source, 1) == ["b"]
+
+
+# -- what others do meanwhile ----------------------------------------------------------------------------------------
+
+
+async def test_what_another_consumer_has_done_meanwhile_is_not_handled_again(kit):
+    kit.send_named("a", "b")
+    source = await kit.open_source(lease="60s")
+    await until(lambda: len(source.pending) == 2)
+    first, second = [entry.token[1] for entry in source.pending]
+    # It stood still for a lease: another one took over the first and is done with it. The second was trimmed.
+    kit.call("XACK", kit.stream, GROUP, first)
+    kit.call("XACK", kit.stream, GROUP, second)
+    kit.call("XDEL", kit.stream, second)
+    await source._extend(list(source.pending))
+    assert [entry.token[1] for entry in source.pending] == [second]
+    assert names_of([await claim(source)]) == ["b"]
+
+
+@pytest.mark.parametrize("question", ["history", "steal"])
+async def test_answer_that_is_late_brings_back_nothing_that_is_done_by_then(kit, question):
+    kit.send_named("a")
+    source = await kit.open_source(lease="1s")
+    batches = await take(source, 1)
+    ask = getattr(source._group, question)
+    answers: list[Any] = []
+
+    async def answer_late(*words: Any, **options: Any) -> Any:
+        if answers:
+            return await ask(*words, **options)
+        if question == "steal":
+            ((entry, _, _, _),) = kit.call("XPENDING", kit.stream, GROUP, "-", "+", "1")
+            kit.call("XCLAIM", kit.stream, GROUP, source._consumer, "0", entry, "IDLE", "60000", "JUSTID")
+        answers.append(await ask(*words, **options))
+        assert await settle(batches) == Settlement(delivered=1)
+        return answers[0]
+
+    setattr(source._group, question, answer_late)
+    source._history, source._steal_at = {kit.stream: None}, 0.0
+    await until(lambda: answers)
+    assert answers[0] if question == "history" else answers[0][1]
+    assert await is_silent(source)
+
+
+async def test_user_who_may_not_read_is_an_outage_and_no_endless_connecting(kit, caplog):
+    user = kit.place
+    kit.call("ACL", "SETUSER", user, "on", ">secret", "~*", "+@all", "-xreadgroup")
+    try:
+        caplog.set_level("INFO", "pillarbox.source")
+        address = kit.url.rpartition("@")[2]
+        source = kit.keep(open_source(f"redis://{user}:secret@{address}", group=GROUP, dead=kit.letters, **kit.options))
+        await source.open()
+        refused = 0
+        limit = time.monotonic() + 2
+        while time.monotonic() < limit:
+            with suppress(StoreUnavailable):
+                await claim(source)
+                await source.wait(timedelta(milliseconds=50))
+                continue
+            refused += 1
+            await asyncio.sleep(0.01)
+        assert refused > 5
+        assert caplog.text.count("connected again") <= 7
+        kit.call("ACL", "SETUSER", user, "+xreadgroup")
+        kit.send_named("a")
+
+        async def is_there() -> bool:
+            with suppress(StoreUnavailable):
+                return bool((await claim(source)).claims)
+            return False
+
+        async with asyncio.timeout(10):
+            while not await is_there():
+                await asyncio.sleep(0.05)
+        await source.close()
+    finally:
+        kit.call("ACL", "DELUSER", user)

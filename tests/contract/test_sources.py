@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 
 from pillarbox.errors import ConfigError, StoreUnavailable, Unsupported
-from pillarbox.event import DELIVERED, EVENT_FIELDS, RELEASED, Claim, Dead, Event, Outcome, Retry, load_event
+from pillarbox.event import DELIVERED, EVENT_FIELDS, RELEASED, Claim, Dead, Event, Outcome, Released, Retry, load_event
 from pillarbox.inbox.message import make_event_id
 from pillarbox.stores import Settlement
 from tests.contract.sources import (
@@ -199,6 +199,14 @@ async def test_released_message_comes_again_at_once_and_is_not_counted_as_tried(
     assert await settle(await take(source, 1), RELEASED) == Settlement(released=1)
     (again,) = claims_of(await take(source, 1, within=2))
     assert again.attempt == 1
+
+
+@every_source
+async def test_released_of_a_sinks_own_making_is_as_good(kit):
+    kit.send_named("a", key="k")
+    source = await kit.open_source()
+    assert await settle(await take(source, 1), Released()) == Settlement(released=1)
+    assert await take_names(source, 1) == ["a"]
 
 
 @every_source
@@ -479,6 +487,6 @@ async def test_message_as_json_of_ours_needs_no_header(kit):
     document = {"specversion": "1.0", "id": "x-1", "source": "/them", "type": "paid", "data": {"name": "a"}}
     kit.send(json.dumps(document).encode(), headers={"content-type": "application/cloudevents+json"})
     (received,) = claims_of(await take(source, 1))
-    assert received.row.read.id == "x-1"
+    assert received.row.read.id == "/them x-1"
     assert received.event.type == "paid"
     assert received.event.payload == b'{"name": "a"}'

@@ -222,7 +222,7 @@ class Worker:
     @classmethod
     async def start(cls, kit: Any, out: Any, *, pause: float) -> Worker:
         options = {"prefetch": 50, **kit.options}
-        order = {"url": kit.url, "group": GROUP, "options": options, "out": str(out), "pause": pause}
+        order = {"url": kit.url, "group": kit.named(GROUP), "options": options, "out": str(out), "pause": pause}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.contract.source_worker", json.dumps(order)),
             cwd=ROOT,

@@ -157,6 +157,80 @@ def test_second_name_for_a_class_is_refused() -> None:
         log.event(name="two")(kind)
 
 
+@pytest.mark.parametrize("how", ["declared", "in the class"])
+def test_subclass_of_a_named_class_may_have_a_name_of_its_own(how: str) -> None:
+    log = ActionLog(sa.MetaData(), namespace=f"unit.subclass.{how.replace(' ', '_')}")
+    parent = log.event(name="money.in")(make_class("shop.wallets"))
+    own = {} if how == "declared" else {"event_type": "gift.in"}
+    child = type("Gift", (parent,), {"__module__": "shop.wallets", **own})
+    log.event(name="gift.in")(child)
+    handlers = Handlers()
+
+    @handlers.on(child)
+    async def handle() -> None: ...
+
+    assert list(handlers.types) == ["gift.in"]
+    assert (log._names.find(parent), log._names.find(child)) == ("money.in", "gift.in")
+
+
+def test_subclass_that_inherits_a_name_is_refused_with_what_mends_it() -> None:
+    log = ActionLog(sa.MetaData(), namespace="unit.inherits")
+    parent = log.event(name="money.in")(make_class("shop.wallets"))
+    child = type("Gift", (parent,), {"__module__": "shop.wallets"})
+    with pytest.raises(
+        InvalidAction, match=r"It inherits its event_type; give it one of its own: @log\.event\(name=…\)"
+    ):
+        log.event(child)
+    assert log._names.find(log.event(name="gift.in")(child)) == "gift.in"
+
+
+def test_class_whose_own_event_type_is_taken_is_told_to_change_it() -> None:
+    log = ActionLog(sa.MetaData(), namespace="unit.taken")
+    kept = log.event(name="money.in")(make_class("shop.wallets"))
+    other = type("Gift", (), {"__module__": "shop.wallets", "event_type": "money.in"})
+    with pytest.raises(InvalidAction, match=r"has it already.*Change the event_type of one of them"):
+        log.event(other)
+    assert kept.__name__ == "Deposited"
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def yield_one(act: Action[Session], params: Any) -> Any:
+    yield 1
+
+
+async def yield_later(act: Action[Session], params: Any) -> Any:
+    yield 1
+
+
+class Yielding:
+    def __call__(self, act: Action[Session], params: Any) -> Any:
+        yield 1
+
+
+@pytest.mark.parametrize("function", [yield_one, yield_later, Yielding()], ids=["plain", "async", "object"])
+def test_generator_function_cannot_be_an_action(function: Any) -> None:
+    log = ActionLog(sa.MetaData(), namespace="unit.functions")
+    with pytest.raises(TypeError, match=r"Action 'wallet\.list': expected a function .* got a generator function"):
+        log.run_as("wallet.list")(function)
+
+
+def test_function_that_returns_something_to_await_is_undone() -> None:
+    engine = sa.create_engine("sqlite://", poolclass=sa.StaticPool)
+    log = ActionLog(sa.MetaData(), namespace="unit.functions", engine=engine)
+    log.table.metadata.create_all(engine)
+
+    async def later() -> None: ...
+
+    done: Any = log.run_as("wallet.open")(lambda act, params: later())
+    with pytest.raises(TypeError, match=r"'wallet\.open': its function returned something to await"):
+        done({})
+    with engine.connect() as db:
+        assert db.execute(sa.select(log.table)).all() == []
+    engine.dispose()
+
+
 # -- emitting ----------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +288,37 @@ def test_payload_is_read_when_it_is_emitted(act: Action[Session]) -> None:
 def test_payload_with_nan_is_refused(act: Action[Session]) -> None:
     with pytest.raises(InvalidEvent, match="Event 'Opened', payload: NaN"):
         act.emit(Opened(float("nan")), model_type="Wallet", model_id=1)
+
+
+@pytest.mark.parametrize("number", ["12345678901234567.125", "0.1000000000000000001", "36893488147419103233"])
+def test_number_that_would_be_rounded_is_refused(act: Action[Session], number: str) -> None:
+    event = Event("Opened", f'{{"a": [{number}]}}'.encode(), content_type="application/json")
+    with pytest.raises(InvalidEvent, match=f"Event 'Opened', payload: the number {number} would be rounded to"):
+        act.emit(event, model_type="Wallet", model_id=1)
+
+
+def test_number_that_is_kept_is_taken(act: Action[Session]) -> None:
+    text = b'{"a": [0.1, 1.10, -2e3, 1e22, -0.0, 18446744073709551615, -9223372036854775808]}'
+    act.emit(Event("Opened", text, content_type="application/json"), model_type="Wallet", model_id=1)
+    assert [each.payload for each in act.events] == [
+        {"a": [0.1, 1.1, -2000.0, 1e22, -0.0, 18446744073709551615, -9223372036854775808]}
+    ]
+
+
+@pytest.mark.parametrize("value", ["\0", ["a\0b"], {"\0": 1}], ids=repr)
+def test_null_character_is_refused(act: Action[Session], value: Any) -> None:
+    reason = "it has the character U\\+0000 in a text, which PostgreSQL cannot hold"
+    with pytest.raises(InvalidEvent, match=f"Event 'Opened', payload: {reason}"):
+        act.emit(Opened(value), model_type="Wallet", model_id=1)
+    with pytest.raises(InvalidEvent, match=f"Event 'Closed', payload: {reason}"):
+        act.emit(Event("Closed", {"a": value}), model_type="Wallet", model_id=1)
+    with pytest.raises(InvalidAction, match=f"Action 'wallet.open', params: {reason}"):
+        ActionLog(sa.MetaData(), namespace="unit.null").action("wallet.open", {"a": value})
+
+
+def test_backslash_before_what_looks_like_a_null_character_is_kept(act: Action[Session]) -> None:
+    act.emit(Event("Closed", {"a": r"\u0000"}), model_type="Wallet", model_id=1)
+    assert [each.payload for each in act.events] == [{"a": r"\u0000"}]
 
 
 def test_event_keeps_its_id_and_cannot_come_twice(act: Action[Session]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from base64 import b64encode
@@ -106,7 +107,35 @@ def test_data_of_a_structured_cloudevent(attributes, payload, content_type):
 def test_extensions_of_a_cloudevent_become_headers():
     read = read_message(structured(time="2026-03-01T13:30:00+01:00", tenant="acme", level=3, dataschema="/s", odd=[1]))
     assert dict(read.event.headers) == {"tenant": "acme", "level": 3, "dataschema": "/s", "odd": "[1]"}
-    assert (read.id, read.event.type, read.event.source, read.event.created_at) == ("x-1", "paid", "/them", AT)
+    assert (read.id, read.event.type, read.event.source, read.event.created_at) == ("/them x-1", "paid", "/them", AT)
+
+
+def binary(event_id: str | None, source: str = "/them") -> Raw:
+    return raw(headers={"ce-specversion": "1.0", "ce-id": event_id, "ce-source": source, "ce-type": "paid"})
+
+
+@pytest.mark.parametrize(
+    "make", [lambda source, id: structured(source=source, id=id), lambda source, id: binary(id, source)]
+)
+def test_cloudevent_is_known_by_its_source_and_id(make):
+    one, other = read_message(make("/a", "1")), read_message(make("/b", "1"))
+    assert (one.id, other.id) == ("/a 1", "/b 1")
+    assert one.event.id == make_event_id("/a 1")
+    assert one.event.id != other.event.id
+    assert (one.defect, other.defect) == (None, None)
+
+
+def test_cloudevent_with_a_uuid_is_known_by_that_alone():
+    assert read_message(structured(id=str(ID))).id == str(ID)
+    assert read_message(structured(id=str(ID))).event.id == ID
+
+
+def test_long_name_of_a_cloudevent_is_hashed():
+    one, other = read_message(structured(id="x" * 250 + "1")), read_message(structured(id="x" * 250 + "2"))
+    assert len(one.id) == len(other.id) == 64
+    assert one.id != other.id
+    assert one.id == hashlib.sha256(b"/them " + b"x" * 250 + b"1").hexdigest()
+    assert read_message(structured(id="x" * 249)).id == "/them " + "x" * 249
 
 
 @pytest.mark.parametrize(
@@ -122,6 +151,11 @@ def test_extensions_of_a_cloudevent_become_headers():
         (structured(time="0001-01-01T00:00:00+14:00"), "range"),
         (raw(headers={"event-time": "soon"}), "soon"),
         (raw(headers={"stamp": b"\xff"}), "header 'stamp' is no text"),
+        (raw(headers={"content-type": 5}), "header 'content-type' is no text: 5"),
+        (structured(id=None), "expected the CloudEvent's id to be text, got None"),
+        (structured(id=""), "expected the CloudEvent's id to be text, got ''"),
+        (structured(id=7), "expected the CloudEvent's id to be text, got 7"),
+        (binary(None), "expected the CloudEvent's id to be text, got None"),
     ],
 )
 def test_message_that_cannot_be_read_says_why_and_keeps_everything(message, reason):
