@@ -345,10 +345,12 @@ class KafkaConsumer:
             return parts
         self._is_withdrawing = True
         self._call(self._answer, None)
+        withdraw = self._withdraw(parts, is_lost)
         try:
-            withdrawing = asyncio.run_coroutine_threadsafe(self._withdraw(parts, is_lost), self._loop)
-            withdrawing.result(timeout=self._patience + 1)
+            asyncio.run_coroutine_threadsafe(withdraw, self._loop).result(timeout=self._patience + 1)
         except (TimeoutError, RuntimeError):
+            if self._loop.is_closed():
+                withdraw.close()
             log.warning("Source %s: the event loop stood still while partitions were taken away.", self._name)
         finally:
             self._is_withdrawing = False

@@ -468,7 +468,7 @@ async def test_consumer_ends_when_its_inbox_gets_messages_of_another_group(servi
 async def test_handler_with_the_name_of_another_relay_is_refused() -> None:
     handlers = Handlers()
     handlers.on("order", name=f"source {GROUP}")(lambda order: None)
-    with pytest.raises(ConfigError, match="'source billing' twice"):
+    with pytest.raises(ConfigError, match=f"'source {GROUP}' twice"):
         consumer_relays(
             "nats://127.0.0.1:1", handlers, inbox=Inbox(sa.MetaData()), url="sqlite:///x.db", group=GROUP, stream="x"
         )
