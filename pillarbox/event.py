@@ -198,6 +198,11 @@ def load_event(*values: Any) -> Event:
     return _load(values)
 
 
+def reload_event(event: Event, **changes: Any) -> Event:
+    """The event with other fields, without the checks of `Event.replace`: it may hold what we would refuse."""
+    return _load([changes[name] if name in changes else getattr(event, name) for name in EVENT_FIELDS])
+
+
 def _restore_event(*values: Any) -> Event:
     fields = dict(zip(EVENT_FIELDS, values, strict=True))
     return load_event(*{**fields, "headers": MappingProxyType(fields["headers"])}.values())

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import Claim, Outcome
@@ -104,6 +104,11 @@ class Routing(Protocol):
     """A sink that writes rows for other relays, and counts what became of them."""
 
     def settled(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> None: ...
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None: what is not given here may be given by whoever makes the relays."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class Waking(Hook):

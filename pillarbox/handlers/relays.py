@@ -8,7 +8,7 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from pillarbox.errors import ConfigError
-from pillarbox.group import RelayGroup, route_relays
+from pillarbox.group import RelayGroup, given, route_relays
 from pillarbox.handlers.registry import Handlers
 from pillarbox.handlers.sink import HandlerSink
 from pillarbox.hooks import Hook
@@ -52,9 +52,7 @@ def handler_relays(
 
     def make(store: SqlStore, sink: Sink, hook: Hook | None) -> Relay:
         own = sink.handler.retry if isinstance(sink, HandlerSink) else None
-        # What is not given here may be given there.
-        given = {"retry": own or retry, "hook": hook}
-        return make_relay(store, sink, **{name: value for name, value in given.items() if value is not None})
+        return make_relay(store, sink, **given(retry=own or retry, hook=hook))
 
     group = route_relays(open_store, sinks, routes, make_relay=make, into=into, prefix=prefix, hook=hook)
     # Rows that wait under a former name of a handler; nothing new is put there.

@@ -68,18 +68,15 @@ class HandlerSink(CallableSink):
             raise Unsupported(
                 f"Handler {self.name!r}: takes a session, so only a relay can call it; wrap it in no other sink"
             )
-        return await self._send(claims, self._call_alone)
+        return await self._send(claims, self.call)
 
     async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
         if not self.handler.arguments.joins:
-            return await self._send(claims, self._call_alone)
+            return await self._send(claims, self.call)
         session = self.handler.arguments.session_kind
         return await self._send(
             claims, lambda claim, slot: join(batch, claim, partial(self.call, claim, slot), session=session)
         )
-
-    async def _call_alone(self, claim: Claim, slot: Slot) -> Outcome:
-        return await self.call(claim, slot)
 
     async def _send(self, claims: Sequence[Claim], handle: Callable[[Claim, Slot], Any]) -> Sequence[Outcome]:
         async def send(step: Sequence[Claim]) -> Sequence[Outcome]:

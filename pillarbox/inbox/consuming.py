@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from pillarbox.errors import ConfigError, StoreUnavailable
-from pillarbox.group import RelayGroup, Waking
+from pillarbox.group import RelayGroup, Waking, given
 from pillarbox.handlers.dispatch import DispatchSink
 from pillarbox.handlers.registry import Handlers
 from pillarbox.handlers.relays import handler_relays
@@ -76,14 +76,14 @@ def consumer_relays(
     if not inbox.is_own:
         # That table has a row a message; what it cannot hold is in the queue beside it.
         sink = DispatchSink(handlers, concurrency=concurrency, unmatched=unmatched)
-        handling = make_relay(inbox.store(url, group=group), sink, retry=retry, hook=hook)
+        handling = make_relay(inbox.store(url, group=group), sink, **given(retry=retry, hook=hook))
         driven.add(RelayGroup({f"inbox {group}": handling}))
     if stored:
         waking = Waking(None, list(driven.relays.values()), hook)
-        consuming = make_relay(opened, StoreSink(inbox, url, group=group), retry=retry, hook=waking)
+        consuming = make_relay(opened, StoreSink(inbox, url, group=group), **given(retry=retry), hook=waking)
     else:
         taking = TakingSink(inbox, url, handlers, group=group, concurrency=concurrency, unmatched=unmatched)
-        consuming = make_relay(opened, taking, retry=retry, hook=hook)
+        consuming = make_relay(opened, taking, **given(retry=retry, hook=hook))
     # The other relays have the names of handlers, which are those of functions as a rule.
     name = f"source {group}"
     check = partial(_check_inbox, inbox, url, group)

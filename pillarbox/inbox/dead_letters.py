@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from pillarbox.encoding import Encoder
 from pillarbox.errors import InvalidEvent, Unsupported
-from pillarbox.event import EVENT_FIELDS, LIMITS, Claim, Dead, Event, load_event
+from pillarbox.event import LIMITS, Claim, Dead, Event, reload_event
 from pillarbox.inbox.database import Database, Where, open_database
 from pillarbox.inbox.inbox import Inbox, check_group
 from pillarbox.inbox.message import GROUP_HEADER, ID_HEADER, SOURCE_HEADER, TIME_HEADER, Message
@@ -180,13 +180,13 @@ class InboxDeadLetters:
     def _as_event(self, letter: Letter) -> Event:
         """The event with all that was known of its message; what a column cannot hold is whole in a header."""
         event, raw = letter.claim.event, letter.raw
-        values = {name: getattr(event, name) for name in EVENT_FIELDS}
+        values: dict[str, Any] = {"dedup_key": None, "due_at": None, "delay": None}
         headers: dict[str, Any] = {_clean(name): _clean(value) for name, value in event.headers.items()}
         for name, most in LIMITS.items():
-            text = values[name]
+            text = getattr(event, name)
             if text is not None and (len(text) > most or _clean(text) != text):
                 headers[f"{_WHOLE}{name.replace('_', '-')}"] = _clean(text)
-                values[name] = _clean(text)[:most]
+                values[name] = None if name in values else _clean(text)[:most]
         read = getattr(letter.claim.row, "read", None)
         message_id = str(event.id) if read is None else str(read.id)
         headers |= {GROUP_HEADER: self._group, SOURCE_HEADER: _clean(event.topic)}
@@ -196,7 +196,7 @@ class InboxDeadLetters:
             headers[TIME_HEADER] = event.created_at.isoformat()
         if letter.claim.defect is not None and raw is not None:
             values["payload"] = raw.body
-        return load_event(*{**values, "headers": headers, "dedup_key": None, "due_at": None, "delay": None}.values())
+        return reload_event(event, **values, headers=headers)
 
 
 def _clean(value: Any) -> Any:

@@ -5,12 +5,11 @@ than `max_allowed_packet`, and bytes are written as two digits each. So a large 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import sqlalchemy as sa
 
 from pillarbox.errors import ConfigError
-from pillarbox.event import EVENT_FIELDS, Event, load_event
+from pillarbox.event import Event, reload_event
 from pillarbox.insertion import MAX_BYTES
 
 
@@ -51,5 +50,4 @@ class Pieces:
     def _cut(self, event: Event) -> Event:
         if len(event.payload) <= self._size:
             return event
-        values: dict[str, Any] = {name: getattr(event, name) for name in EVENT_FIELDS}
-        return load_event(*{**values, "payload": event.payload[: self._size]}.values())
+        return reload_event(event, payload=event.payload[: self._size])

@@ -21,7 +21,7 @@ from pillarbox.errors import (
     StoreUnavailable,
     Unsupported,
 )
-from pillarbox.event import DELIVERED, EVENT_FIELDS, LIMITS, RELEASED, Claim, Dead, Event, Outcome, load_event
+from pillarbox.event import DELIVERED, LIMITS, RELEASED, Claim, Dead, Event, Outcome, reload_event
 from pillarbox.inbox.database import Database, Where, open_database
 from pillarbox.inbox.inbox import Inbox, check_group
 from pillarbox.inbox.message import GROUP_HEADER, ID_HEADER, SOURCE_HEADER, TIME_HEADER, Message, is_writable
@@ -194,8 +194,7 @@ def as_event(message: Message) -> Event:
     if event.created_at is not None:
         more[TIME_HEADER] = event.created_at.isoformat()
     # A key for deduplication is unique among its producer's live events, not among messages.
-    values = {name: getattr(event, name) for name in EVENT_FIELDS}
-    return load_event(*{**values, "headers": {**event.headers, **more}, "dedup_key": None}.values())
+    return reload_event(event, headers={**event.headers, **more}, dedup_key=None)
 
 
 def check_event(message: Message) -> None:

@@ -164,21 +164,7 @@ class Channels:
 
     async def call(self, rpc: Awaitable[T]) -> T:
         """Await an answer of the server; raises `ConnectionLost` when none comes. A channel's error passes."""
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await rpc
-        except aiormq.AMQPChannelError:
-            raise
-        except TimeoutError:
-            raise ConnectionLost(f"no answer within {self._timeout:g} s") from None
-        except asyncio.CancelledError:
-            # The library cancels what waits on a connection that it closes.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise ConnectionLost("the connection was closed") from None
-        except (aiormq.AMQPError, OSError, RuntimeError) as error:
-            raise ConnectionLost(describe_error(error)) from error
+        return await await_answer(rpc, self._timeout)
 
     def drop(self, connection: AbstractConnection) -> None:
         """Use the connection no more and close it meanwhile; nothing happens when it is not the current one."""
@@ -252,3 +238,22 @@ def _look_at(ack: Ack) -> None:
     # asyncio complains about an exception that nobody asked for.
     if not ack.cancelled():
         ack.exception()
+
+
+async def await_answer(rpc: Awaitable[T], timeout: float) -> T:
+    """Await an answer of the server; raises `ConnectionLost` when none comes. A channel's error passes."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await rpc
+    except aiormq.AMQPChannelError:
+        raise
+    except TimeoutError:
+        raise ConnectionLost(f"no answer within {timeout:g} s") from None
+    except asyncio.CancelledError:
+        # The library cancels what waits on a connection that it closes.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ConnectionLost("the connection was closed") from None
+    except (aiormq.AMQPError, OSError, RuntimeError) as error:
+        raise ConnectionLost(describe_error(error)) from error

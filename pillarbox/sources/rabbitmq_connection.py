@@ -14,7 +14,7 @@ from aiormq.abc import AbstractConnection, ChannelFrame, DeliveredMessage
 from pamqp import commands
 
 from pillarbox.retry import describe_error
-from pillarbox.sinks.rabbitmq_channels import Connect, ConnectionLost
+from pillarbox.sinks.rabbitmq_channels import Connect, ConnectionLost, await_answer
 from pillarbox.sources.rabbitmq_damage import tolerant
 
 _GOODBYE: Final = 3.0
@@ -171,21 +171,7 @@ class Consumer:
         return self.lost
 
     async def _call(self, rpc: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await rpc
-        except aiormq.AMQPChannelError:
-            raise
-        except TimeoutError:
-            raise ConnectionLost(f"no answer within {self._timeout:g} s") from None
-        except asyncio.CancelledError:
-            # The library cancels what waits on a connection that it closes.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise ConnectionLost("the connection was closed") from None
-        except (aiormq.AMQPError, OSError, RuntimeError) as error:
-            raise ConnectionLost(describe_error(error)) from error
+        return await await_answer(rpc, self._timeout)
 
 
 def _major_version(connection: AbstractConnection) -> int:

@@ -352,10 +352,12 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
     number = error.orig.args[0] if error.orig is not None and error.orig.args else None
     table = store.tables["outbox"].fullname
     if is_missing(error):
-        # The settings name the layout of the log, whose command makes no notifications.
-        name = store.layout.name.removesuffix("-fan-out")
-        create = f"schema create --layout {name}" if name.endswith("-notifications") else "schema create"
-        return SchemaError(f"Store {store.name}: {text}. Run `pillarbox {create}` or your migration first.")
+        # The fan-out's layout is that of the notifications it writes, seen from the log.
+        layout = store.layout.name.removesuffix("-fan-out")
+        option = "" if layout == "pillarbox" else f" --layout {layout}"
+        return SchemaError(
+            f"Store {store.name}: {text}. Run `pillarbox schema create{option}` or your migration first."
+        )
     if state == "42703" or number == 1054 or "no such column" in text:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")
     if has_no_partition(error):

@@ -35,7 +35,7 @@ SLACK = 30.0
 """How long anything may take on a machine that has much else to do."""
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = SLACK) -> Any:
+def until(condition: Callable[[], Any], what: str = "what the test waits for", seconds: float = SLACK) -> Any:
     """Ask again until the answer is true, and return it."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ import sqlalchemy as sa
 from pillarbox import ConfigError, Inbox
 from pillarbox.sources import Letter
 from pillarbox.sources.url import open_source
-from tests.acceptance.commands import TIMEOUT, Done, Run, end, finish, start
+from tests.acceptance.commands import Done, Run, end, finish, start
 from tests.acceptance.commands import run as run_command
 from tests.acceptance.docs_pages import read_sections
 from tests.acceptance.launcher import Launcher
+from tests.acceptance.processes import until
 from tests.contract.kit_kafka import make_topic
 from tests.contract.kit_redis import Wire
 from tests.contract.source_kit_kafka import produce
@@ -128,13 +128,6 @@ class Shop:
             end(process)
         self.metadata.drop_all(self.engine)
         self.engine.dispose()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture

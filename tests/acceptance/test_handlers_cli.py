@@ -1,8 +1,7 @@
 """`pillarbox handlers` as its users meet it: a registry in the current folder, and an action log or an outbox."""
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -17,9 +16,10 @@ from pillarbox import Event, Handlers, Outbox
 from pillarbox.cli.handlers import _make_group
 from pillarbox.config import Config, HandlersConfig, RelayConfig, StoreConfig
 from pillarbox.hooks import Hook
-from tests.acceptance.commands import TIMEOUT, Done, Run, end, finish, start
+from tests.acceptance.commands import Done, Run, end, finish, start
 from tests.acceptance.commands import run as run_command
 from tests.acceptance.launcher import Launcher
+from tests.acceptance.processes import until
 from tests.servers import server_url
 
 REGISTRY = """
@@ -121,13 +121,6 @@ def each(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Iterator[S
     url = f"sqlite:///{tmp_path}/shop.db" if database == "sqlite" else server_url(database)
     with opened(url, tmp_path, run, layout) as made:
         yield made
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 # -- run ---------------------------------------------------------------------------------------------------------------

@@ -210,7 +210,10 @@ async def test_each_sink_has_a_history_of_its_own(shop: Shop) -> None:
 
 async def test_table_that_is_missing_is_found_out_before_anything_is_delivered(bare: Shop) -> None:
     bare.execute("DROP TABLE {outbox_history}")
-    with pytest.raises(SchemaError, match=r"outbox_history.* does not exist\. Run `pillarbox schema create`"):
+    with pytest.raises(
+        SchemaError,
+        match=r"outbox_history.* does not exist\. Run `pillarbox schema create --layout pillarbox-partitioned`",
+    ):
         await bare.open()
 
 
