@@ -21,6 +21,8 @@ from benchmarks import (
     sink_redis,
     sink_sql,
     sqlite,
+    sync_drain,
+    sync_push,
 )
 
 BENCHMARKS = {
@@ -45,6 +47,8 @@ BENCHMARKS = {
         *sink_nats.BENCHMARKS,
         *sink_redis.BENCHMARKS,
         *sink_mqtt.BENCHMARKS,
+        *sync_push.BENCHMARKS,
+        *sync_drain.BENCHMARKS,
     )
 }
 

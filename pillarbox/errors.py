@@ -16,6 +16,9 @@
     │   ├── InvalidAction       its name, its parameters or its events cannot be stored (also a ValueError)
     │   └── ActionRepeated      its idempotency key was used before
     ├── InvalidChange           a change record is none of the action log (also a ValueError)
+    ├── UnsupportedStatement    a SQL statement cannot be replayed on its database as asked (also a ValueError)
+    ├── QueueError              a statement could not be pushed into a queue file; nothing was stored
+    │   └── QueueFull           as many statements wait as the queue may hold
     └── Verdict                 raised by handlers, about the event they were given
         ├── RetryLater          try it again
         ├── Reject              it can never be handled
@@ -121,6 +124,23 @@ class ActionRepeated(ActionError):
 
 class InvalidChange(PillarboxError, ValueError):
     """A change record is malformed, or is not one of the action log's table."""
+
+
+class QueueError(PillarboxError):
+    """A statement could not be pushed: it has no stored form, or its file is locked, full, damaged or foreign."""
+
+
+class QueueFull(QueueError):
+    """A queue holds as many waiting statements as it may; nothing was stored."""
+
+    def __init__(self, message: str, *, namespace: str, max_waiting: int) -> None:
+        super().__init__(message)
+        self.namespace = namespace
+        self.max_waiting = max_waiting
+
+
+class UnsupportedStatement(PillarboxError, ValueError):
+    """A SQL statement cannot be read, rewritten or given its arguments; nothing was sent."""
 
 
 class Verdict(PillarboxError):

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
-from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.errors import ConfigError, SinkUnavailable, StoreUnavailable
 from pillarbox.event import Claim, Outcome
 from pillarbox.hooks import Hook
 from pillarbox.opening import Opening
@@ -79,10 +79,10 @@ class RelayGroup(Opening):
     async def drain(self) -> dict[str, Counts]:
         """Deliver until nothing can be claimed now; returns what remains, by relay.
 
-        A destination that is down keeps none of the others from being drained; then it is raised.
+        A store or destination that is down keeps none of the others from being drained; then it is raised.
         """
         remains: dict[str, Counts] = {}
-        outages: dict[str, SinkUnavailable] = {}
+        outages: dict[str, SinkUnavailable | StoreUnavailable] = {}
         # Those that feed others come first, and again while what was delivered brought them more.
         order = sorted(self.relays, key=lambda name: name not in self._feeds)
         is_done = False
@@ -91,7 +91,7 @@ class RelayGroup(Opening):
             for name in (each for each in order if each not in outages):
                 try:
                     remains[name] = await self.relays[name].drain()
-                except SinkUnavailable as outage:
+                except (SinkUnavailable, StoreUnavailable) as outage:
                     outages[name] = outage
             after = [relay.total for relay in self.relays.values()]
             is_done = not self._feeds or before == after or self._is_stopped

@@ -463,7 +463,8 @@ class Relay(Opening):
                 continue
             if settlement.lost:
                 log.warning("%d claims had lapsed before they were settled; others have them.", settlement.lost)
-            if settlement.dead:
+            # A queue's rows have numbers; it names them by itself.
+            if settlement.dead and not getattr(self.store, "tells_dead", False):
                 self._tell_dead(batch.claims, outcomes)
             return settlement
 

@@ -166,12 +166,19 @@ def read_dotenv(path: Path) -> dict[str, str]:
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        match = _ASSIGNMENT.fullmatch(line.strip())
-        value = None if match is None else _unquote(match[2])
-        if match is None or value is None:
+        assignment = read_assignment(line)
+        if assignment is None:
             raise ConfigError(f"{path}, line {number}: expected KEY=value, KEY='value' or KEY=\"value\"")
-        values[match[1]] = value
+        name, value = assignment
+        values[name] = value
     return values
+
+
+def read_assignment(line: str) -> tuple[str, str] | None:
+    """Read one line KEY=value; None when it is something else."""
+    match = _ASSIGNMENT.fullmatch(line.strip())
+    value = None if match is None else _unquote(match[2])
+    return None if match is None or value is None else (match[1], value)
 
 
 def _unquote(text: str) -> str | None:

