@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 
 from pillarbox.errors import StoreUnavailable
@@ -21,7 +22,8 @@ class Outage:
         if self._since is None:
             self._since = time.monotonic()
             log.warning("The store is down, trying again until it is back: %s", error)
-        return min(5.0, max(0.1, (time.monotonic() - self._since) / 2))
+        # Not all at once: others that lost the same thing come back, too.
+        return min(5.0, max(0.1, (time.monotonic() - self._since) / 2)) * (1 + random.random()) / 2
 
     def end(self) -> None:
         """The store answered."""

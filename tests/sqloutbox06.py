@@ -1,6 +1,6 @@
 """Where release 0.6 of sqloutbox is: beside the environment, which holds release 0.4.
 
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(sqloutbox06())})
+subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(sqloutbox06())})
 """
 
 from __future__ import annotations

@@ -142,13 +142,15 @@ class WriterSink:
 
     async def _write_some(self, claims: Sequence[Claim], statements: Sequence[Statement]) -> list[Outcome]:
         """One call of a writer without a mark; outcomes up to the first failure, or up to where it answered."""
-        before, self._sent = self._sent, claims[-1].row
+        before = self._sent
+        # Never lower: after a lost answer the first row is tried alone, and the others may be there all the same.
+        self._sent = max(before or 0, claims[-1].row)
         results = await self._remote.write(statements)
         outcomes: list[Outcome] = []
         for claim, result in zip(claims, results, strict=False):
             if not result["ok"]:
                 # It says what it did: what stands from here on was not done.
-                self._sent = before if claim is claims[0] else claim.row - 1
+                self._sent = before if claim is claims[0] else max(before or 0, claim.row - 1)
                 if result.get("kind") == "down":
                     raise SinkUnavailable(f"Target {self.name}: {_error_of(result)}", outcomes=outcomes)
                 outcomes.append(await self._fail(claim, result))

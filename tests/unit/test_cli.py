@@ -194,6 +194,8 @@ def test_every_command_is_there() -> None:
         *("events", "events list", "events show", "events redrive", "events drop", "events replay"),
         "consume",
         *("handlers", "handlers list", "handlers run", "handlers backfill"),
+        *("sync", "sync run", "sync init", "sync status", "sync verify", "sync skip", "sync migrate", "sync renumber"),
+        *("sync schema", "sync dead", "sync dead list", "sync dead show", "sync dead replay"),
     }
     assert set(COMMANDS) == expected
 
