@@ -14,9 +14,16 @@ from tools.servers.postgres import PostgresServer
 from tools.servers.server import Server
 
 
-@cache
 def private_server(name: ServerName) -> Server:
-    """Start a PostgreSQL or MariaDB of this session's own, or skip the test where its programs are missing."""
+    """A running PostgreSQL or MariaDB of this session's own, or skip the test where its programs are missing."""
+    server = _make_server(name)
+    # The last test may have left it dead.
+    server.start()
+    return server
+
+
+@cache
+def _make_server(name: ServerName) -> Server:
     server_url(name)  # skips where there is none
     is_installed = list(Path("/usr/lib/postgresql").glob("*/bin/initdb")) if name == "postgres" else SERVER.exists()
     if not is_installed:
@@ -27,7 +34,6 @@ def private_server(name: ServerName) -> Server:
     server.dies_with_starter = True
     atexit.register(folder.cleanup)
     atexit.register(_end, server)
-    server.start()
     return server
 
 

@@ -197,7 +197,7 @@ async def test_violation_is_recorded_and_holds_what_stands_behind_it(
     (source,) = service._sources.values()
     await source.open()
     state = await source.state()
-    await service.close()
+    await source.close()
     assert (state.head, state.attempts) == (2, 1)
     assert state.dead_at is not None
     assert re.search(reason, state.error or "")
