@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pillarbox.errors import ConfigError, SinkUnavailable, StoreUnavailable
 from pillarbox.event import Claim, Outcome
-from pillarbox.hooks import Hook
+from pillarbox.hooks import Hook, Passing
 from pillarbox.opening import Opening
 from pillarbox.outbox import Outbox
 from pillarbox.relay import Relay
@@ -111,25 +111,16 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-class Waking(Hook):
+class Waking(Passing):
     """The hook of a relay that feeds others: wakes them, and reports everything else to another hook.
 
     What was only routed on does not count as delivered there.
     """
 
     def __init__(self, fan_out: Routing | None, relays: Sequence[Relay], hook: Hook | None = None) -> None:
+        super().__init__(hook)
         self._fan_out = fan_out
         self._relays = relays
-        self._hook = hook or Hook()
-
-    def claimed(self, batch: Batch) -> None:
-        self._hook.claimed(batch)
-
-    def lost(self, claims: Sequence[Claim]) -> None:
-        self._hook.lost(claims)
-
-    def paused(self, sink: str, reason: str) -> None:
-        self._hook.paused(sink, reason)
 
     def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
         self._hook.settled(batch, outcomes, replace(settlement, delivered=0))

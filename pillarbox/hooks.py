@@ -25,3 +25,22 @@ class Hook:
 
     def paused(self, sink: str, reason: str) -> None:
         """A destination is down and is paused."""
+
+
+class Passing(Hook):
+    """Reports everything to another hook, if there is one; a subclass does something besides."""
+
+    def __init__(self, hook: Hook | None = None) -> None:
+        self._hook = hook or Hook()
+
+    def claimed(self, batch: Batch) -> None:
+        self._hook.claimed(batch)
+
+    def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
+        self._hook.settled(batch, outcomes, settlement)
+
+    def lost(self, claims: Sequence[Claim]) -> None:
+        self._hook.lost(claims)
+
+    def paused(self, sink: str, reason: str) -> None:
+        self._hook.paused(sink, reason)

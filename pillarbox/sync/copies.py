@@ -241,7 +241,7 @@ def _copy_rows(
 ) -> tuple[int, str | None]:
     where = f"FROM {QUEUE} WHERE namespace = ? AND synced = 0"
     links = db.execute(f"SELECT seq, prev_seq {where} ORDER BY seq", (namespace,)).fetchall()
-    gap = find_gap(db, namespace, links, settled=settled)
+    gap = find_gap(db, links, settled=settled)
     # What stands behind a lost row was never sent; it comes when the shared queue goes on.
     seqs = [seq for seq, _ in (links if gap is None else links[: gap[0]])]
     rows = db.execute(f"SELECT {_COLUMNS} {where} ORDER BY seq LIMIT ?", (namespace, len(seqs)))

@@ -24,6 +24,7 @@ from pillarbox.sync.state import (
     bury,
     ensure_state,
     find_missing,
+    log_number,
     now_text,
     parse_time,
     read_state,
@@ -194,7 +195,7 @@ def _replay_row(db: sqlite3.Connection, row: DeadRow) -> Replayed:
     )
     db.execute(f"DELETE FROM {DEAD} WHERE namespace = ? AND seq = ?", (row.namespace, row.seq))
     # Release 0.6 notes a dead number in its dead log only; the row behind it must find it somewhere.
-    _log(db, row.namespace, row.seq)
+    log_number(db, row.namespace, row.seq)
     assert inserted.lastrowid is not None
     return Replayed(row.seq, inserted.lastrowid)
 
@@ -254,7 +255,7 @@ def skip_lost(ref: QueueRef, seq: int) -> None:
     """
     with edit(ref) as db:
         state = ensure_state(db, ref.namespace)
-        if not find_missing(db, ref.namespace, [seq], settled=state.settled):
+        if not find_missing(db, [seq], settled=state.settled):
             raise PillarboxError(f"Row {seq} of queue {str(ref)!r} is not lost: {_place(db, ref, seq)}")
         successor = db.execute(
             f"SELECT seq FROM {QUEUE} WHERE namespace = ? AND prev_seq = ? AND synced = 0", (ref.namespace, seq)
@@ -264,7 +265,7 @@ def skip_lost(ref: QueueRef, seq: int) -> None:
                 f"No waiting row of queue {str(ref)!r} names row {seq} as the one before it: nothing waits for it. "
                 "`pillarbox sync verify` names the numbers that are missing."
             )
-        _log(db, ref.namespace, seq)
+        log_number(db, ref.namespace, seq)
         if state.head == successor[0] and state.dead_at is None:
             write_state(db, ref.namespace, due_at=None)
 
@@ -283,9 +284,3 @@ def _place(db: sqlite3.Connection, ref: QueueRef, seq: int) -> str:
 def _is_waiting(db: sqlite3.Connection, namespace: str, seq: int) -> bool:
     found = db.execute(f"SELECT 1 FROM {QUEUE} WHERE namespace = ? AND seq = ? AND synced = 0", (namespace, seq))
     return found.fetchone() is not None
-
-
-def _log(db: sqlite3.Connection, namespace: str, seq: int) -> None:
-    db.execute(
-        f"INSERT OR IGNORE INTO {LOG} (seq, namespace, synced_at) VALUES (?, ?, ?)", (seq, namespace, now_text())
-    )

@@ -162,7 +162,7 @@ class QueueFile:
             return []
         with self._transaction("BEGIN") as db:
             state = read_state(db, self.namespace)
-            return find_missing(db, self.namespace, asked, settled=0 if state is None else state.settled)
+            return find_missing(db, asked, settled=0 if state is None else state.settled)
 
     # -- the connection ------------------------------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ def is_lost(db: sqlite3.Connection, shape: Shape, seq: int | None, *, settled: i
     if not shape.has(LOG):
         # A file that was never drained: only the queue can have it.
         return db.execute(f"SELECT 1 FROM {QUEUE} WHERE seq = ?", (seq,)).fetchone() is None
-    return bool(find_missing(db, "", [seq], settled=settled))
+    return bool(find_missing(db, [seq], settled=settled))
 
 
 def count_rows(db: sqlite3.Connection, shape: Shape, table: str, namespace: str) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-MASK: Final = "***"
+from pillarbox.sinks.url import MASK
+
 _SECRET: Final = re.compile(r"token|passw|secret|key|auth|credential|dsn", re.IGNORECASE)
 _SHORTEST: Final = 4
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from pillarbox.errors import SchemaError
-from pillarbox.sync.queues import ADD_SOURCE, Shape, describe_failure, edit_file, look, read_shape
+from pillarbox.sync.queues import Shape, describe_failure, edit_file, look, read_shape
 from pillarbox.sync.state import finish_marked
-from pillarbox.sync.tables import LOG, QUEUE, STATE, STATE_DDL, queue_ddl
+from pillarbox.sync.tables import ADD_SOURCE, LOG, QUEUE, STATE, STATE_DDL, queue_ddl
 from pillarbox.sync.verify import describe_fork, find_forks
 
 Status = Literal["current", "pending", "migrated", "incompatible", "missing", "foreign"]

@@ -16,15 +16,13 @@ from typing import Any, Final, Literal
 
 from pillarbox.durations import format_duration
 from pillarbox.errors import QueueError
-from pillarbox.sync.tables import LOG, NEWEST_VERSION, QUEUE, queue_ddl
+from pillarbox.sync.tables import ADD_SOURCE, LOG, NEEDED, NEWEST_VERSION, QUEUE, queue_ddl
 
 Durability = Literal["normal", "full"]
 Execute = Callable[[str], Sequence[Any]]
 
 LOCK_TIMEOUT: Final = timedelta(seconds=5)
 
-_NEEDED: Final = frozenset({"seq", "created_at", "namespace", "tag", "payload", "prev_seq", "synced"})
-_ADD_SOURCE: Final = f"ALTER TABLE {QUEUE} ADD COLUMN source TEXT NOT NULL DEFAULT ''"
 _INDEXES: Final = ("idx_outbox_worker", "idx_outbox_prev", "idx_outbox_prev_unique", "idx_sync_log")
 _COMPLETE: Final = frozenset({QUEUE, LOG, *_INDEXES})
 _PAUSE: Final = 0.005
@@ -134,12 +132,12 @@ def complete_tables(execute: Execute, path: str, *, begins: bool) -> None:
 def _missing(execute: Execute, path: str) -> list[str]:
     names = {row[0] for row in execute("SELECT name FROM main.sqlite_master")}
     columns = {row[1] for row in execute(f"PRAGMA main.table_info({QUEUE})")}
-    if columns and not columns >= _NEEDED:
+    if columns and not columns >= NEEDED:
         raise QueueError(
-            f"The table {QUEUE!r} of {path!r} lacks {', '.join(sorted(_NEEDED - columns))}; expected the table of a "
+            f"The table {QUEUE!r} of {path!r} lacks {', '.join(sorted(NEEDED - columns))}; expected the table of a "
             "queue file. Nothing was changed; choose another file."
         )
-    added = [_ADD_SOURCE] if columns and "source" not in columns else []
+    added = [ADD_SOURCE] if columns and "source" not in columns else []
     return [*queue_ddl(), *added] if added or not names >= _COMPLETE else []
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from pillarbox.errors import PillarboxError, SchemaError
-from pillarbox.sync.tables import DEAD, LOG, NEWEST_VERSION, QUEUE, STATE, queue_ddl
+from pillarbox.sync.tables import ADD_SOURCE, DEAD, LOG, NEEDED, NEWEST_VERSION, QUEUE, STATE, queue_ddl
 
 if TYPE_CHECKING:
     from pillarbox.sync.config import AppConfig, SyncConfig
@@ -25,8 +25,6 @@ T = TypeVar("T")
 ALL_TARGETS: Final = "all"
 """The target of a file whose rows are copied to several targets."""
 
-_NEEDED: Final = frozenset({"seq", "created_at", "namespace", "tag", "payload", "prev_seq", "synced"})
-ADD_SOURCE: Final = f"ALTER TABLE {QUEUE} ADD COLUMN source TEXT NOT NULL DEFAULT ''"
 _PATIENCE: Final = 10.0
 _BRIEFLY: Final = 0.1
 _TRIES: Final = 3
@@ -81,7 +79,7 @@ class Shape:
 
     @property
     def is_foreign(self) -> bool:
-        return not self.has(QUEUE, *_NEEDED)
+        return not self.has(QUEUE, *NEEDED)
 
     @property
     def is_newer(self) -> bool:
@@ -94,7 +92,7 @@ class Shape:
         if not self.has(QUEUE):
             return f"File {str(path)!r} is not a queue: it has no table {QUEUE}."
         if self.is_foreign:
-            lacking = ", ".join(sorted(_NEEDED - self.columns[QUEUE]))
+            lacking = ", ".join(sorted(NEEDED - self.columns[QUEUE]))
             return f"File {str(path)!r} is not a queue: its table {QUEUE} lacks {lacking}."
         if self.is_newer:
             return (

@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 
 from pillarbox.errors import ConfigError, StoreUnavailable
-from pillarbox.event import Claim, Outcome
 from pillarbox.group import RelayGroup, Waking
-from pillarbox.hooks import Hook
+from pillarbox.hooks import Hook, Passing
 from pillarbox.opening import Opening
 from pillarbox.relay import Relay
 from pillarbox.retry import Exponential, RetryPolicy
-from pillarbox.stores import Batch, Counts, Settlement
+from pillarbox.stores import Counts
 from pillarbox.sync.config import AppConfig, SyncConfig, TargetConfig
 from pillarbox.sync.copies import CopySink, Handover
 from pillarbox.sync.flushing import Flush
@@ -229,25 +228,16 @@ async def _prepare_copy(handover: Handover, source: QueueSource, sink: WriterSin
     await sink.prepare(source)
 
 
-class _Noting(Hook):
-    """Lets a queue remember why its destination is down; reports everything to another hook."""
+class _Noting(Passing):
+    """Lets a queue remember why its destination is down."""
 
     def __init__(self, source: QueueSource, hook: Hook | None) -> None:
+        super().__init__(hook)
         self._source = source
-        self._hook = hook or Hook()
-
-    def claimed(self, batch: Batch) -> None:
-        self._hook.claimed(batch)
-
-    def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
-        self._hook.settled(batch, outcomes, settlement)
-
-    def lost(self, claims: Sequence[Claim]) -> None:
-        self._hook.lost(claims)
 
     def paused(self, sink: str, reason: str) -> None:
         self._source.note_outage(reason)
-        self._hook.paused(sink, reason)
+        super().paused(sink, reason)
 
 
 def _count_waiting(name: str, ref: QueueRef) -> int:

@@ -206,7 +206,7 @@ class QueueSource(ThreadedQueue):
         rows = self._read(limit)
         if not rows or (state.head is None and not self._gate.opens(db, rows[0], drains=self.drains)):
             return []
-        gap = find_gap(db, self.namespace, [(row[0], row[4]) for row in rows], settled=state.settled)
+        gap = find_gap(db, [(row[0], row[4]) for row in rows], settled=state.settled)
         if gap is None:
             self.problem = None
             return rows

@@ -184,14 +184,19 @@ def bury(
     ).rowcount
     if found != 1:
         return False
-    db.execute(
-        f"INSERT OR IGNORE INTO {LOG} (seq, namespace, synced_at) VALUES (?, ?, ?)", (seq, namespace, now_text())
-    )
+    log_number(db, namespace, seq)
     db.execute(f"DELETE FROM {QUEUE} WHERE namespace = ? AND seq = ?", (namespace, seq))
     return True
 
 
-def find_missing(db: sqlite3.Connection, namespace: str, seqs: Iterable[int], *, settled: int = 0) -> list[int]:
+def log_number(db: sqlite3.Connection, namespace: str, seq: int) -> None:
+    """Note in the audit log that a number has left the queue."""
+    db.execute(
+        f"INSERT OR IGNORE INTO {LOG} (seq, namespace, synced_at) VALUES (?, ?, ?)", (seq, namespace, now_text())
+    )
+
+
+def find_missing(db: sqlite3.Connection, seqs: Iterable[int], *, settled: int = 0) -> list[int]:
     """Those of the numbers that are neither in the queue nor delivered, dead or below what was settled."""
     asked = sorted({seq for seq in seqs if seq > settled})
     known: set[int] = set()
@@ -207,7 +212,7 @@ def find_missing(db: sqlite3.Connection, namespace: str, seqs: Iterable[int], *,
 
 
 def find_gap(
-    db: sqlite3.Connection, namespace: str, links: Sequence[tuple[int, int | None]], *, settled: int
+    db: sqlite3.Connection, links: Sequence[tuple[int, int | None]], *, settled: int
 ) -> tuple[int, int] | None:
     """Where the chain of waiting rows, given as (seq, prev_seq) in order, is broken: position and missing number."""
     asked: dict[int, int] = {}
@@ -216,7 +221,7 @@ def find_gap(
         if prev is not None and prev != before:
             asked.setdefault(prev, position)
         before = seq
-    missing = find_missing(db, namespace, asked, settled=settled) if asked else []
+    missing = find_missing(db, asked, settled=settled) if asked else []
     if not missing:
         return None
     seq = min(missing, key=lambda each: asked[each])

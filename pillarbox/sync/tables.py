@@ -18,6 +18,9 @@ QUEUE: Final = layout.TABLE
 LOG: Final = "outbox_sync_log"
 DEAD: Final = "outbox_dead_log"
 STATE: Final = "pillarbox_sync_state"
+NEEDED: Final = frozenset({"seq", "created_at", "namespace", "tag", "payload", "prev_seq", "synced"})
+"""The columns that a queue of any release has."""
+ADD_SOURCE: Final = f"ALTER TABLE {QUEUE} ADD COLUMN source TEXT NOT NULL DEFAULT ''"
 NEWEST_VERSION: Final = layout.SCHEMA_VERSION
 """The highest `user_version` that is known: release 0.6 writes it."""
 

@@ -168,7 +168,7 @@ def _broken_links(db: sqlite3.Connection, namespace: str) -> list[Link]:
 def _find_gaps(db: sqlite3.Connection, shape: Shape, links: Sequence[Link], settled: int) -> tuple[Gap, ...]:
     named = [prev for _, prev, _ in links if prev is not None]
     if shape.has(LOG):
-        missing = set(find_missing(db, "", named, settled=settled))
+        missing = set(find_missing(db, named, settled=settled))
     else:
         known = {seq for (seq,) in db.execute(f"SELECT seq FROM {QUEUE}")} if named else set()
         missing = set(named) - known

@@ -38,14 +38,10 @@ from tests.acceptance.sync_worker import (
     remote_database,
     serve,
 )
+from tests.contract.sqloutbox_files import GAPS
 
 DATABASES = ("sqlite", "postgresql", "mariadb", "mysql", "libsql")
 # The page's query for gaps.
-GAPS = (
-    "SELECT q.seq, q.namespace, q.prev_seq FROM outbox_queue q WHERE q.prev_seq IS NOT NULL "
-    "AND NOT EXISTS (SELECT 1 FROM outbox_queue WHERE seq = q.prev_seq) "
-    "AND NOT EXISTS (SELECT 1 FROM outbox_sync_log WHERE seq = q.prev_seq)"
-)
 
 
 @pytest.fixture

@@ -21,14 +21,10 @@ from pillarbox.sync.queue import SqlQueue
 from pillarbox.sync.queues import find_queues
 from pillarbox.sync.renumbering import renumber
 from pillarbox.sync.service import SyncService
+from tests.contract.sqloutbox_files import GAPS
 from tests.contract.sync_services import ADD, INSERT, Faulty, Remote, drain, make_config, running, table_of, until
 
 CHAIN = "SELECT seq, prev_seq FROM outbox_queue ORDER BY seq"
-GAPS = (
-    "SELECT q.seq, q.namespace, q.prev_seq FROM outbox_queue q WHERE q.prev_seq IS NOT NULL "
-    "AND NOT EXISTS (SELECT 1 FROM outbox_queue WHERE seq = q.prev_seq) "
-    "AND NOT EXISTS (SELECT 1 FROM outbox_sync_log WHERE seq = q.prev_seq)"
-)
 SKIP = "INSERT OR IGNORE INTO outbox_sync_log (seq, namespace, synced_at) VALUES (?, 'orders', datetime('now'))"
 
 

@@ -16,6 +16,7 @@ from pillarbox.errors import ConfigError, SinkUnavailable, StoreUnavailable
 from pillarbox.sync.config import SyncConfig, TargetConfig
 from pillarbox.sync.queue import SqlQueue
 from pillarbox.sync.service import SyncService
+from tests.contract.sqloutbox_files import GAPS
 from tests.contract.sync_services import (
     ADD,
     INSERT,
@@ -27,12 +28,6 @@ from tests.contract.sync_services import (
     running,
     table_of,
     until,
-)
-
-GAPS = (
-    "SELECT q.seq FROM outbox_queue q WHERE q.prev_seq IS NOT NULL "
-    "AND NOT EXISTS (SELECT 1 FROM outbox_queue WHERE seq = q.prev_seq) "
-    "AND NOT EXISTS (SELECT 1 FROM outbox_sync_log WHERE seq = q.prev_seq)"
 )
 
 
