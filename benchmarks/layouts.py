@@ -162,4 +162,61 @@ def make_benchmark(layout: str) -> Callable[[], Coroutine[Any, Any, Result]]:
     return benchmark
 
 
-BENCHMARKS = [make_benchmark(layout) for layout in LAYOUTS]
+# What the Go relay does for a batch: rows due, in the order of its index, become its own in one statement.
+_GO_CLAIM = """
+    WITH due AS (
+        SELECT event_id FROM {table} WHERE status = 'PENDING' AND available_at <= now()
+        ORDER BY available_at, created_at LIMIT $1 FOR UPDATE SKIP LOCKED
+    )
+    UPDATE {table} AS event SET status = 'DELIVERING', locked_by = $2, locked_at = now(), updated_at = now()
+    FROM due WHERE event.event_id = due.event_id
+    RETURNING event.event_id, event_type, partition_key, payload, headers, attempts, created_at
+"""
+_GO_SETTLE = """
+    UPDATE {table}
+    SET status = 'DELIVERED', delivered_at = now(), locked_by = NULL, locked_at = NULL, updated_at = now()
+    WHERE event_id = ANY($1) AND status = 'DELIVERING' AND locked_by = $2
+"""
+
+
+async def layout_openoutbox_ties() -> Result:
+    """The whole relay by hold from 20,000 rows of one time, over the Go relay's statements run bare.
+
+    The Go relay knows leases only: two writes per row, against one of ours, but no loop and no sink around them.
+    """
+    count = EVENTS // 2
+    with layout_outbox("openoutbox") as (outbox, engine):
+        table = outbox.table.fullname
+
+        def tie() -> None:
+            refill(outbox, engine, count)
+            with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as db:
+                db.exec_driver_sql(f"UPDATE {table} SET available_at = now(), created_at = now()")
+                db.exec_driver_sql(f"VACUUM FULL ANALYZE {table}")
+
+        async def ours() -> float:
+            await asyncio.to_thread(tie)
+            return await relay_rate(outbox, count)
+
+        async def theirs() -> float:
+            await asyncio.to_thread(tie)
+            return await run_go(table, count)
+
+        value, baseline, ratio = await alternate(ours, theirs)
+    return Result("layout_openoutbox_ties", value, "events/s", baseline, ratio, BAR)
+
+
+async def run_go(table: str, count: int) -> float:
+    connection = await asyncpg.connect(server_url("postgres"))
+    done = 0
+    started = time.perf_counter()
+    while rows := await connection.fetch(_GO_CLAIM.format(table=table), BATCH, "go"):
+        await connection.execute(_GO_SETTLE.format(table=table), [row[0] for row in rows], "go")
+        done += len(rows)
+    elapsed = time.perf_counter() - started
+    await connection.close()
+    assert done == count
+    return done / elapsed
+
+
+BENCHMARKS = [*(make_benchmark(layout) for layout in LAYOUTS), layout_openoutbox_ties]

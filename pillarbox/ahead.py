@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from pillarbox.errors import StoreUnavailable
+from pillarbox.errors import StoreRefused, StoreUnavailable
 from pillarbox.stores import Batch, Settlement
 
 log = logging.getLogger("pillarbox.relay")
@@ -41,13 +41,18 @@ class Ahead:
         """Let go of it in a task of its own, added to those under way."""
         claiming = self.take()
         if claiming is not None:
-            tasks.add(asyncio.create_task(_give_back(claiming), name="pillarbox-release"))
+            give_back(claiming, tasks)
+
+
+def give_back(claiming: asyncio.Task[Batch], tasks: set[asyncio.Task[Settlement]]) -> None:
+    """Let go of what is being claimed, in a task added to those under way."""
+    tasks.add(asyncio.create_task(_give_back(claiming), name="pillarbox-release"))
 
 
 async def _give_back(claiming: asyncio.Task[Batch]) -> Settlement:
     try:
         batch = await claiming
-    except StoreUnavailable as error:
+    except (StoreUnavailable, StoreRefused) as error:
         log.debug("A claim ahead of the others failed: %s", error)
         return Settlement()
     await batch.abandon()

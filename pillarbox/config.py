@@ -26,14 +26,16 @@ from pillarbox.hooks import Hook
 from pillarbox.layouts import Layout, get_layout
 from pillarbox.layouts.pillarbox import pillarbox_layout
 from pillarbox.outbox import MAX_PAYLOAD, Outbox
-from pillarbox.relay import Relay
+from pillarbox.relay import BATCH_BYTES, Relay
 from pillarbox.retry import Exponential, RetryPolicy, parse_policy
+from pillarbox.silence import OPERATION_TIMEOUT, STATEMENT_TIMEOUT
 from pillarbox.sinks import Sink, open_sink
-from pillarbox.sinks.url import mask_url
+from pillarbox.sinks.forms import Form, choose_form
 from pillarbox.source import PREFIX, Known, Source
 from pillarbox.stores.sql import SqlStore
 from pillarbox.stores.url import open_store, parse_store_url
 from pillarbox.topology import RouteConfig, read_routes, read_routing, routes_of
+from pillarbox.urls import Secrets
 from pillarbox.values import (
     Read,
     as_number,
@@ -42,6 +44,7 @@ from pillarbox.values import (
     read_duration,
     read_number,
     read_pause,
+    read_size,
     read_switch,
     read_text,
     read_texts,
@@ -69,6 +72,8 @@ class StoreConfig:
     hold_behind_pooler: bool | None = _key(read_switch)
     notify: bool | None = _key(read_switch)
     listen_url: str | None = _key(read_text, is_secret=True)
+    statement_timeout: timedelta = _key(read_pause, STATEMENT_TIMEOUT)
+    operation_timeout: timedelta = _key(read_pause, OPERATION_TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +84,13 @@ class SinkConfig:
     name: str | None = _key(read_text)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    def open(self, name: str | None = None) -> Sink:
-        """Make the sink; the relay connects it."""
+    def open(self, name: str | None = None, *, message: str | None = None) -> Sink:
+        """Make the sink; the relay connects it. `message` is the form of its messages where no option says it."""
         if self.url is None:
             where = "[sink]" if name is None else f"[sinks.{name}]"
             raise ConfigError(f"No sink: give --sink, {PREFIX}SINK, or url under {where} in {FILE_NAME}")
-        return open_sink(self.url, name=self.name or name, **self.options)
+        chosen = {} if message is None else {"message": message}
+        return open_sink(self.url, name=self.name or name, **chosen, **self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +98,7 @@ class RelayConfig:
     """`[relay]`: how events are claimed; see `Relay`. `retention` is how long delivered events are kept."""
 
     batch_size: int = _key(read_number, 500)
+    batch_bytes: int = _key(read_size, BATCH_BYTES)
     in_flight: int | None = _key(read_number)
     claim: Literal["auto", "hold", "lease"] = _key(one_of("auto", "hold", "lease"), "auto")
     lease: timedelta | None = _key(read_duration)
@@ -162,33 +169,33 @@ class Config:
             raise ConfigError(f"Layout {layout.name!r} has no lanes of its own; leave lanes = {self.store.lanes} out")
         return pillarbox_layout(self.store.lanes, is_partitioned=layout.history is not None)
 
-    def open_store(self) -> SqlStore:
-        """Make the store; it connects when it is opened."""
+    def open_store(self, *, variant: str | None = None) -> SqlStore:
+        """Make the store; it connects when it is opened. Its tables are those of a variant of the layout, if named."""
         store = self.store
         if store.url is None:
             raise ConfigError(f"No store: give --store, {PREFIX}STORE, or url under [store] in {FILE_NAME}")
         names = ("pooler", "hold_behind_pooler", "notify", "listen_url")
         options = {name: getattr(store, name) for name in names if getattr(store, name) is not None}
-        try:
+        with Secrets(store.url, store.listen_url).hidden():
             backend = parse_store_url(store.url).get_backend_name()
             if options and backend != "postgresql":
                 raise ConfigError(f"[store] {next(iter(options))} is for PostgreSQL only; the store is {backend}")
             return open_store(
                 store.url,
-                layout=self.get_layout(),
+                layout=self.get_layout() if variant is None else self.get_layout().as_variant(variant),
                 table=store.table,
                 schema=store.schema,
                 retention=self.relay.retention,
                 topics=store.topics,
                 sink=store.recipient or "",
+                statement_timeout=store.statement_timeout,
+                operation_timeout=store.operation_timeout,
                 **options,
             )
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(store.url, mask_url(store.url))) from None
 
     def open_sink(self) -> Sink:
         """Make the sink; the relay connects it."""
-        return self.sink.open()
+        return self.sink.open(message=self.choose_forms()[""].name)
 
     def make_relay(self, store: SqlStore, sink: Sink, *, hook: Hook | None = None) -> Relay:
         """Make the relay from a store to a sink."""
@@ -204,14 +211,43 @@ class Config:
         """The same settings for the rows of one sink; "" are those that were not routed."""
         return replace(self, store=replace(self.store, recipient=name or None))
 
+    def choose_forms(self) -> dict[str, Form]:
+        """The form of the messages to each sink that names none: that of the publisher of the tables it serves."""
+        used: dict[str, list[Config]] = {}
+        for config in self._list_stores():
+            names = routes_of(config.store_name, self.routes, self.unmatched).sinks if self.routes else ("",)
+            for name in names:
+                used.setdefault(name, []).append(config)
+        return {name: self._choose_form(name, configs) for name, configs in used.items()}
+
+    def _choose_form(self, name: str, configs: Sequence[Config]) -> Form:
+        sink = self.sinks[name] if name else self.sink
+        layouts = {config.store.layout: config.get_layout() for config in configs}
+        forms = {choose_form(sink.url or "", sink.options, own=layout.message) for layout in layouts.values()}
+        if len({form.name for form in forms}) > 1:
+            where = f"[sinks.{name}]" if name else "[sink]"
+            raise ConfigError(
+                f"{where}: its stores have the layouts {', '.join(sorted(layouts))}, whose own messages differ; "
+                "give message, or each its own sink"
+            )
+        return min(forms, key=lambda form: form.note)
+
+    def _list_stores(self) -> list[Config]:
+        return [self.choose_store(name) for name in self.stores] or [self]
+
     def make_group(self, *, hook: Hook | None = None) -> RelayGroup:
         """Make the relays from every store to its sinks, named by sink, and by store where there are several.
 
         All stores share the sinks, with their connections, limits and names at their destinations.
         """
-        open_sink = cache(lambda name: self.sinks[name].open(name) if name else self.open_sink())
+        forms = self.choose_forms()
+
+        @cache
+        def open_sink(name: str) -> Sink:
+            return (self.sinks[name] if name else self.sink).open(name or None, message=forms[name].name)
+
         group = RelayGroup({})
-        for config in [self.choose_store(name) for name in self.stores] or [self]:
+        for config in self._list_stores():
             group.add(config._make_relays(open_sink, hook))
         return group
 
@@ -310,7 +346,12 @@ def load_config(
     document = {} if found is None else _read_file(found)
     dotenv = None if found is None else found.with_name(".env")
     variables = {**(read_dotenv(dotenv) if dotenv is not None and dotenv.is_file() else {}), **env}
-    source = Source(str(found or FILE_NAME), document, variables, overrides, _KNOWN)
+    # A url may stand where none belongs.
+    with Secrets(document, list(variables.values())).hidden():
+        return _make_config(Source(str(found or FILE_NAME), document, variables, overrides, _KNOWN), found)
+
+
+def _make_config(source: Source, found: Path | None) -> Config:
     stores, sinks = source.split("stores"), source.split("sinks")
     chosen = source.choose_store(stores)
     routes = read_routes(source.filled("routes"), source.name, sinks=list(sinks), stores=list(stores))

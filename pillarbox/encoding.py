@@ -26,8 +26,10 @@ _NOT_STORED = frozenset({"headers", "delay", "created_at"})
 class Encoder:
     """Checks events for one table and says how each of their fields is written."""
 
-    def __init__(self, layout: Layout, table: sa.Table) -> None:
+    def __init__(self, layout: Layout, table: sa.Table, *, is_message: bool = False) -> None:
+        """`is_message`: events are messages that came, whose headers may have been written by a relay of ours."""
         self._layout = layout
+        self._is_message = is_message
         self._columns = {name: table.c[column] for name, column in layout.fields.items()}
         self.has_document = isinstance(self._columns["payload"].type, sa.JSON)
         """Whether the payload's column takes JSON only."""
@@ -88,6 +90,9 @@ class Encoder:
             self._check_headers(event)
         if self._layout.check is not None:
             self._layout.check(event)
+        own = self._own_headers(event) if self._has_headers else {}
+        if self._layout.refuse_headers is not None and (wrong := self._layout.refuse_headers(own)) is not None:
+            raise InvalidEvent(f"Event {event.type!r} ({event.id}): layout {self._layout.name!r} {wrong}")
 
     def headers(self, events: Sequence[Event], trace: Mapping[str, str]) -> list[str | None]:
         """Each event's headers as JSON: its own, the trace it is put in, and the fields that travel in them."""
@@ -96,11 +101,13 @@ class Encoder:
             return [alone if not event.headers else _encode(event.headers, trace) for event in events]
         if "headers" not in self._layout.fields:
             return [None for _ in events]
-        texts = [_encode({**event.headers, **self._carry(event)}, trace) for event in events]
+        texts = [self._encode_fitting(event, trace) for event in events]
         return [None if text == "{}" and self._is_null_allowed else text for text in texts]
 
     def getter(self, name: str) -> Callable[[Event], Any]:
         """How a field's value is read for its column."""
+        if name == "payload" and self._layout.told:
+            return self._telling_text
         if name == "payload" and not isinstance(self._columns["payload"].type, sa.LargeBinary):
             return _payload_text
         if name in self._layout.absent:
@@ -115,18 +122,40 @@ class Encoder:
     def is_uuid(self, name: str) -> bool:
         return _is_uuid(self._columns[name])
 
+    def _telling_text(self, event: Event) -> str:
+        text, found = event.payload.decode().lstrip(), orjson.loads(event.payload)
+        told = {name: getattr(event, field) for name, field in self._layout.told.items() if name not in found}
+        missing = orjson.dumps({name: value for name, value in told.items() if value is not None}).decode()
+        if missing == "{}":
+            return text
+        # Spliced, so that the numbers of the rest keep all their digits.
+        return f"{missing[:-1]}{',' if found else ''}{text[1:]}"
+
+    def _own_headers(self, event: Event) -> dict[str, Any]:
+        return {**event.headers, **self._carry(event)}
+
+    def _encode_fitting(self, event: Event, trace: Mapping[str, str]) -> str:
+        own = self._own_headers(event)
+        refuse = self._layout.refuse_headers
+        if trace and refuse is not None and refuse({**trace, **own}) is not None:
+            # An event is not refused for the trace that it happens to be put in.
+            trace = {}
+        return _encode(own, trace)
+
     def _carry(self, event: Event) -> dict[str, str]:
         carried: dict[str, str] = {}
         for name, header in self._layout.carried.items():
             value = getattr(event, name)
             fallback = self._layout.fallbacks.get(name)
             is_told = value is None or (name != "id" and fallback is not None and fallback(event, None) == value)
+            # Also where it is not needed: whoever reads the row takes the header for the field.
+            is_same = value is not None and event.headers.get(header) == str(value)
+            if header in event.headers and not is_same and not (is_told and self._is_message):
+                raise InvalidEvent(
+                    f"Event {event.type!r} ({event.id}): layout {self._layout.name!r} needs the header {header!r} "
+                    f"for the event's {name}; name yours otherwise, or give it as {name}"
+                )
             if not is_told:
-                if header in event.headers:
-                    raise InvalidEvent(
-                        f"Event {event.type!r} ({event.id}): layout {self._layout.name!r} needs the header {header!r} "
-                        f"for the event's {name}; name yours otherwise"
-                    )
                 carried[header] = str(value)
         return carried
 

@@ -11,6 +11,7 @@
     ├── TransactionError        the caller's transaction cannot take the statement
     ├── ReceiptPending          a receipt was read before its flush
     ├── StoreUnavailable        the database cannot be reached; nothing was changed
+    ├── StoreRefused            the database refused a value; waiting would not help
     ├── SinkUnavailable         a destination is down; no message is to blame
     ├── ActionError             an action was used where, when or by whom it cannot be
     │   ├── InvalidAction       its name, its parameters or its events cannot be stored (also a ValueError)
@@ -83,6 +84,10 @@ class ReceiptPending(PillarboxError):
 
 class StoreUnavailable(PillarboxError):
     """The database cannot be reached; what was not committed did not happen."""
+
+
+class StoreRefused(PillarboxError):
+    """The database refused what was to be written: a value that it cannot hold, a violated constraint, a trigger."""
 
 
 class SinkUnavailable(PillarboxError):

@@ -19,6 +19,7 @@ from uuid import UUID
 
 from pillarbox.codec import JSON, encode_json, is_json
 from pillarbox.errors import InvalidEvent
+from pillarbox.errortext import clean_error
 
 BYTES: Final = "application/octet-stream"
 LATE_HEADER: Final = "pillarbox-late"
@@ -234,18 +235,30 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """This message failed and may succeed later; without `after` the retry policy decides when."""
+    """This message failed and may succeed later; without `after` the retry policy decides when.
+
+    Whatever was given as the error becomes text that every database can store. `after` may be a number of seconds; it
+    is kept between zero and ten years.
+    """
 
     error: str
     after: timedelta | None = None
     cause: BaseException | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", clean_error(self.error))
+        object.__setattr__(self, "after", check_after("Retry", self.after))
+
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """This message can never be delivered."""
+    """This message can never be delivered; the error becomes text that every database can store."""
 
     error: str
+    cause: BaseException | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", clean_error(self.error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +354,17 @@ def _check_headers(headers: object) -> Mapping[str, Any]:
             raise InvalidEvent(f"Event header {name!r}: expected a number of at most 64 bits, got {value!r}")
         checked[name] = value
     return MappingProxyType(checked) if checked else NO_HEADERS
+
+
+def check_after(what: str, after: object) -> timedelta | None:
+    """The delay that an outcome asks for, between zero and `MAX_DELAY`; a number is one of seconds."""
+    if after is None:
+        return None
+    if isinstance(after, int | float) and not isinstance(after, bool) and after == after:
+        after = timedelta(seconds=max(0.0, min(after, MAX_DELAY.total_seconds())))
+    if not isinstance(after, timedelta):
+        raise TypeError(f"{what} after: expected a timedelta or a number of seconds, got {after!r}")
+    return max(timedelta(0), min(after, MAX_DELAY))
 
 
 def _check_times(due_at: datetime | None, delay: timedelta | None) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
-from pillarbox.errors import ConfigError, SinkUnavailable, StoreUnavailable
+from pillarbox.errors import ConfigError, SinkUnavailable, StoreRefused, StoreUnavailable
 from pillarbox.event import Claim, Outcome
 from pillarbox.hooks import Hook, Passing
 from pillarbox.opening import Opening
 from pillarbox.outbox import Outbox
 from pillarbox.relay import Relay
 from pillarbox.routing import FanOut, Routes
-from pillarbox.sinks import Sink
+from pillarbox.sinks import Sink, SinkLike, adopt
 from pillarbox.stores import Batch, Counts, Settlement
 from pillarbox.stores.sql import SqlStore
 
@@ -39,14 +38,16 @@ class RelayGroup(Opening):
             await relay.open()
 
     async def close(self) -> None:
-        async with AsyncExitStack() as stack:
-            for relay in self.relays.values():
-                stack.push_async_callback(relay.close)
+        # All at once: what hangs must not let the others' time run out.
+        results = await asyncio.gather(*(relay.close() for relay in self.relays.values()), return_exceptions=True)
+        for error in (result for result in results if isinstance(result, BaseException)):
+            raise error
 
     @property
     def dropped(self) -> int:
         """How many events had no route and were dropped."""
-        return sum(relay.sink.dropped for relay in self.relays.values() if isinstance(relay.sink, FanOut))
+        within = [relay.sink.innermost for relay in self.relays.values()]
+        return sum(sink.dropped for sink in within if isinstance(sink, FanOut))
 
     def add(self, other: RelayGroup) -> None:
         """Take over the relays of another group."""
@@ -82,7 +83,7 @@ class RelayGroup(Opening):
         A store or destination that is down keeps none of the others from being drained; then it is raised.
         """
         remains: dict[str, Counts] = {}
-        outages: dict[str, SinkUnavailable | StoreUnavailable] = {}
+        outages: dict[str, SinkUnavailable | StoreUnavailable | StoreRefused] = {}
         # Those that feed others come first, and again while what was delivered brought them more.
         order = sorted(self.relays, key=lambda name: name not in self._feeds)
         is_done = False
@@ -91,7 +92,7 @@ class RelayGroup(Opening):
             for name in (each for each in order if each not in outages):
                 try:
                     remains[name] = await self.relays[name].drain()
-                except (SinkUnavailable, StoreUnavailable) as outage:
+                except (SinkUnavailable, StoreUnavailable, StoreRefused) as outage:
                     outages[name] = outage
             after = [relay.total for relay in self.relays.values()]
             is_done = not self._feeds or before == after or self._is_stopped
@@ -131,9 +132,19 @@ class Waking(Passing):
                 relay.wake()
 
 
+def check_wrapped(relay: Relay, sink: Sink) -> Relay:
+    """Refuse a relay whose sink hides one that joins the settlement: its events would be settled undelivered."""
+    if sink.joins_settlement and relay.sink.innermost is not sink.innermost:
+        raise ConfigError(
+            f"Sink {sink.name!r}: expected a relay to it, or to a SinkWrapper around it, which passes on what it must "
+            f"write with the settlement; got one to a {type(relay.sink.innermost).__name__}"
+        )
+    return relay
+
+
 def route_relays(
     open_store: Callable[[str], SqlStore],
-    sinks: Mapping[str, Sink],
+    sinks: Mapping[str, SinkLike],
     routes: Routes,
     *,
     make_relay: Callable[[SqlStore, Sink, Hook | None], Relay] = lambda store, sink, hook: Relay(
@@ -149,11 +160,16 @@ def route_relays(
     with the options of your choice. Where the outbox is a table of another system, `into` is one of ours in the same
     database, whose stores `open_store` then makes for the sinks. `prefix` goes before the relays' names.
     """
+
+    def make_for(store: SqlStore, sink: SinkLike, hook: Hook | None) -> Relay:
+        whole = adopt(sink)
+        return check_wrapped(make_relay(store, whole, hook), whole)
+
     missing = [name for name in routes.sinks if name not in sinks]
     if missing:
         raise ConfigError(f"Routes: there is no sink {missing[0]!r}; expected {', '.join(sinks) or 'a sink'}")
-    relays = {prefix + name: make_relay(open_store(name), sinks[name], hook) for name in routes.sinks}
+    relays = {prefix + name: make_for(open_store(name), sinks[name], hook) for name in routes.sinks}
     source = open_store("")
     fan_out = FanOut(source, routes, into=into)
-    feeding = make_relay(source, fan_out, Waking(fan_out, list(relays.values()), hook))
+    feeding = make_for(source, fan_out, Waking(fan_out, list(relays.values()), hook))
     return RelayGroup({f"{prefix}fan-out": feeding, **relays}, feeds={f"{prefix}fan-out": list(relays)})

@@ -23,7 +23,7 @@ from sqlalchemy.sql import ColumnElement
 from pillarbox.encoding import Encoder
 from pillarbox.event import Event
 from pillarbox.layouts import Layout
-from pillarbox.layouts.clock import Timestamp, later, now
+from pillarbox.layouts.clock import Timestamp, later, row_now
 from pillarbox.wakeup import channel_name
 
 MAX_ROWS = 1000
@@ -218,7 +218,7 @@ class _ArrayInsertion(Insertion):
         due = None
         if "due_at" in names:
             # Where a row always has a due time, events of the statement that bring none are due now.
-            else_now = () if "due_at" in layout.fields else (now(),)
+            else_now = () if "due_at" in layout.fields else (row_now(),)
             due = sa.func.coalesce(given.due_at, later(given.delay), *else_now, type_=Timestamp())
         columns |= layout.put(due) if layout.put is not None else {}
         source = sa.select(*(_element(value).label(name) for name, value in columns.items()))

@@ -8,11 +8,11 @@ and runs what the coroutine asks it to, so a function that blocks blocks nobody 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 from uuid import UUID
 
 import sqlalchemy as sa
@@ -22,11 +22,12 @@ from sqlalchemy.util import await_only
 from pillarbox.errors import ConfigError, SchemaError, SinkUnavailable, StoreUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Outcome, Retry
 from pillarbox.retry import describe_error
-from pillarbox.sources import Source
-from pillarbox.stores import Batch, Effect, Joins
+from pillarbox.stores import Effect, Joins
 
-# How long to wait for the end of a transaction that was undone, before it is left to end by itself.
+# How long to wait for the end of a transaction that was undone, before its connection is cut.
 _PATIENCE: Final = 1.0
+# How long the settlement and the commit may take once the work is done: nobody else bounds these.
+_SETTLE_TIMEOUT: Final = 10.0
 _SUSPICIOUS: Final = 3
 _MAX_LOSSES: Final = 10_000
 
@@ -75,20 +76,6 @@ class Settling(Protocol):
     async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool: ...
 
 
-@runtime_checkable
-class JoiningSink(Protocol):
-    """A sink that may settle a claim in the transaction of what it does for it: `Batch.settle_one`.
-
-    For such a claim it returns `Delivered`; the relay settles the others as their outcomes say.
-    """
-
-    def check_store(self, store: Source) -> None:
-        """Refuse a store whose transactions cannot be joined as needed; called when the relay is opened."""
-
-    async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
-        """Deliver claims of this batch."""
-
-
 class _Losses:
     """How often an event lost its connection while the database could be reached: it may be the event's own doing."""
 
@@ -133,24 +120,32 @@ class _Joint:
         self._work = work
         self._event = claim.event.id
         self._undone: asyncio.Future[Outcome] = self._loop.create_future()
+        self._worked = asyncio.Event()
         self._in_thread: asyncio.Task[None] | None = None
         self._is_cancelled = False
         self._settled = asyncio.ensure_future(settling.settle_one(claim, self._effect, session=session))
 
     async def run(self, otherwise: Outcome) -> Outcome:
-        either: list[asyncio.Future[Any]] = [self._settled, self._undone]
+        working = asyncio.ensure_future(self._worked.wait())
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._undone.done():
-                await asyncio.wait([self._settled], timeout=_PATIENCE)
+            await asyncio.wait([self._settled, working], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self._settled], timeout=_PATIENCE if self._undone.done() else _SETTLE_TIMEOUT)
         except asyncio.CancelledError:
             self._cancel()
-            await asyncio.wait([self._settled])
+            await asyncio.wait([self._settled], timeout=_PATIENCE)
             raise
         finally:
+            working.cancel()
+            is_silent = not self._settled.done()
+            if is_silent:
+                self._settled.cancel()
             self._settled.add_done_callback(_ignore_result)
         if self._undone.done():
             return self._undone.result()
+        if is_silent:
+            raise SinkUnavailable(
+                f"the database did not settle within {_SETTLE_TIMEOUT:g} s; its connection is given up"
+            )
         try:
             is_ours = self._settled.result()
         except DBAPIError as error:
@@ -187,7 +182,10 @@ class _Joint:
         self._in_thread.add_done_callback(lambda task: _pass_on(task, work))
 
     async def _judge(self, joined: Joined) -> None:
-        outcome = await self._work(joined)
+        try:
+            outcome = await self._work(joined)
+        finally:
+            self._worked.set()
         if not isinstance(outcome, Delivered):
             self._undone.set_result(outcome)
             raise _Undone

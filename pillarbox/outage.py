@@ -6,7 +6,7 @@ import logging
 import random
 import time
 
-from pillarbox.errors import StoreUnavailable
+from pillarbox.errors import StoreRefused, StoreUnavailable
 
 log = logging.getLogger("pillarbox.relay")
 
@@ -17,7 +17,7 @@ class Outage:
     def __init__(self) -> None:
         self._since: float | None = None
 
-    def note(self, error: StoreUnavailable) -> float:
+    def note(self, error: StoreUnavailable | StoreRefused) -> float:
         """The store is down; returns the seconds to wait before the next try."""
         if self._since is None:
             self._since = time.monotonic()

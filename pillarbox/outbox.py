@@ -37,6 +37,7 @@ from pillarbox.targets import (
     autocommit_error,
     check_connection,
     commits_alone,
+    has_two_phases,
     is_async,
     refuse_lock,
     session_of,
@@ -110,7 +111,7 @@ class Outbox:
         self._notify = notify
         self._marker: type[Marker] | None = None
         self._insert = sa.insert(self.table)
-        self._insertions: dict[tuple[str | None, ...], Insertion] = {}
+        self._insertions: dict[tuple[bool | str | None, ...], Insertion] = {}
         self._transitions: dict[tuple[str | None, ...], Transitions] = {}
 
     @classmethod
@@ -240,7 +241,8 @@ class Outbox:
         try:
             self._lock_keys(connection, parts)
             schemas = connection.get_execution_options().get("schema_translate_map")
-            for statement in self._prepare(parts, connection.dialect, schemas):
+            notify = self._notify and not has_two_phases(connection)
+            for statement in self._prepare(parts, connection.dialect, schemas, notify=notify):
                 if statement.lock is not None:
                     connection.exec_driver_sql(*statement.lock)
                 known = connection.exec_driver_sql(*statement.before).all() if statement.before else None
@@ -267,16 +269,19 @@ class Outbox:
         parts: Sequence[_Part],
         dialect: Dialect,
         schemas: _Schemas = None,
+        *,
+        notify: bool | None = None,
     ) -> Iterable[Prepared]:
         events = parts[0].events if len(parts) == 1 else [event for part in parts for event in part.events]
         if not events:
             return ()
         headers = parts[0].headers if len(parts) == 1 else [text for part in parts for text in part.headers]
-        style = _style(dialect, self._schema_in(schemas))
+        notify = self._notify if notify is None else notify
+        style = (notify, *_style(dialect, self._schema_in(schemas)))
         insertion = self._insertions.get(style)
         if insertion is None:
             table = self._tables_in(schemas)["outbox"]
-            insertion = insertion_for(self.layout, table, dialect, notify=self._notify)
+            insertion = insertion_for(self.layout, table, dialect, notify=notify)
             self._insertions[style] = insertion
         return insertion.prepare(events, headers)
 
@@ -351,12 +356,12 @@ class Outbox:
         due = None if due_at is None else sa.literal(due_at, Timestamp())
         try:
             transitions = self._transitions_for(target)
-            given = SimpleNamespace(due=due)
+            given = SimpleNamespace(due=due, due_at=due_at)
             count = transitions.change(target, chosen.ids, chosen.dedup_key, given, topic=chosen.topic)
         except DBAPIError as error:
             drivers.raise_failed_transaction(error.orig or error)
             raise
-        if count and self._notify and target.dialect.name == "postgresql":
+        if count and self._notify and target.dialect.name == "postgresql" and not has_two_phases(target):
             channel = channel_name(transitions.outbox, self.layout)
             target.execute(sa.select(sa.func.pg_notify(channel, chosen.topic or "")))
         return count

@@ -18,50 +18,56 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pillarbox.ahead import Ahead, start_claim
+from pillarbox.ahead import Ahead, give_back, start_claim
 from pillarbox.breaker import Breaker
-from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreUnavailable, Unsupported
+from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreRefused, StoreUnavailable, Unsupported
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.hooks import Hook
-from pillarbox.joining import JoiningSink
-from pillarbox.judging import decide
+from pillarbox.judging import Failures, check_outcomes, decide, read_pause, without_name
 from pillarbox.opening import Opening
 from pillarbox.outage import Outage
 from pillarbox.retry import Exponential, RetryPolicy, describe_error
-from pillarbox.sinks import Sink
+from pillarbox.sinks import Effect, Sink, SinkLike, adopt
 from pillarbox.sinks.order import release_successors
 from pillarbox.sources import Source
-from pillarbox.stores import Batch, Counts, Effect, Mode, Settlement
+from pillarbox.stores import Batch, Counts, Mode, Settlement
 
 log = logging.getLogger("pillarbox.relay")
+
+T = TypeVar("T")
 
 HOLD_TIMEOUT = timedelta(seconds=5)
 FIRST_POLL = timedelta(milliseconds=20)
 SETTLE_TRIES_FIRST = 0.05
 HOUSEKEEPING = timedelta(minutes=1)
+BATCH_BYTES = 64_000_000
+GRACE = 5.0
+"""How long the end of something may take that had its time: giving claims back, closing connections."""
 
 
 class Relay(Opening):
     """Delivers the events of one store, or of one source of messages, to one sink.
 
     `claim` is `hold`, `lease`, or `auto`: hold where the sink is quick and the store allows it. `in_flight` batches of
-    up to `batch_size` events are under way at once, by default as many as pay off on that store. `dead` says what a
-    dead event does to its key: `park` lets the later ones wait, `skip` lets them pass. `poll` bounds how long an idle
-    relay sleeps between looks. `stop_timeout` bounds how long `stop` waits for deliveries before it gives their claims
-    back.
+    up to `batch_size` events are under way at once, by default as many as pay off on that store. The payloads of a
+    batch weigh at most `batch_bytes`, or it is one event alone. `dead` says what a dead event does to its key: `park`
+    lets the later ones wait, `skip` lets them pass. `poll` bounds how long an idle relay sleeps between looks.
+    `stop_timeout` bounds how long `stop` waits for what is under way before it gives claims back; what does not end
+    even then, because a database or a destination says nothing, is left behind.
     """
 
     def __init__(
         self,
         store: Source,
-        sink: Sink,
+        sink: SinkLike,
         *,
         batch_size: int = 500,
+        batch_bytes: int = BATCH_BYTES,
         in_flight: int | None = None,
         claim: Literal["auto", "hold", "lease"] = "auto",
         lease: timedelta | None = None,
@@ -75,6 +81,8 @@ class Relay(Opening):
         in_flight = store.in_flight if in_flight is None else in_flight
         if batch_size < 1 or in_flight < 1:
             raise ConfigError(f"Relay: expected a positive batch_size and in_flight, got {batch_size} and {in_flight}")
+        if batch_bytes < 1:
+            raise ConfigError(f"Relay: expected a positive batch_bytes, got {batch_bytes}")
         if lease is not None and lease < timedelta(seconds=1):
             raise ConfigError(f"Relay: expected a lease of at least a second, got {lease}")
         if poll <= timedelta(0):
@@ -84,9 +92,10 @@ class Relay(Opening):
                 f"Relay: expected claim auto, hold or lease and dead park or skip, got {claim!r} and {dead!r}"
             )
         self.store = store
-        self.sink = sink
+        self.sink: Sink = adopt(sink)
         self.breaker = breaker or Breaker(sink.name)
         self._batch_size = batch_size
+        self._batch_bytes = batch_bytes
         self._in_flight = in_flight
         self._claim_by = claim
         self._lease: timedelta = store.lease if lease is None else lease
@@ -104,6 +113,7 @@ class Relay(Opening):
         self._is_sink_open = False
         self._sink_opening = asyncio.Lock()
         self._stopping = asyncio.Event()
+        self._stop_at: float | None = None
         self._woken = asyncio.Event()
         self._size = batch_size
         self._use_lease_next = False
@@ -113,6 +123,7 @@ class Relay(Opening):
         self._pause = FIRST_POLL
         self._sink_error: str | None = None
         self._outage = Outage()
+        self._failures = Failures()
 
     # -- what callers do --------------------------------------------------------------------------------------------
 
@@ -122,18 +133,49 @@ class Relay(Opening):
             self._was_opened = True
             await self.store.open()
             self.mode = self._choose_mode()
-            if isinstance(self.sink, JoiningSink):
-                self.sink.check_store(self.store)
+            self.sink.check_store(self.store)
             self._is_open = True
 
     async def close(self) -> None:
         """Disconnect store and sink."""
-        if self._is_sink_open:
-            self._is_sink_open = False
-            await self.sink.close()
-        if self._was_opened:
-            self._was_opened = self._is_open = False
-            await self.store.close()
+        is_sink_open, self._is_sink_open = self._is_sink_open, False
+        was_opened, self._was_opened, self._is_open = self._was_opened, False, False
+        try:
+            if is_sink_open:
+                await self._end(self.sink.close(), f"Sink {self.sink.name} was not closed")
+        finally:
+            if was_opened:
+                await self._end(self.store.close(), f"Store {self.store.name} was not closed")
+
+    async def _end(self, ending: Coroutine[Any, Any, None], failure: str) -> None:
+        """Await an ending in the time that is left for the stop, or in a moment."""
+        task = asyncio.ensure_future(ending)
+        _, late = await asyncio.wait([task], timeout=self._time_left() + GRACE)
+        if late:
+            task.cancel()
+            log.error("%s in time and is left behind.", failure)
+        else:
+            task.result()
+
+    async def _ask(self, question: Coroutine[Any, Any, T]) -> T:
+        """Await an answer of the store, after a `stop` no longer than that waits."""
+        task = asyncio.create_task(question, name="pillarbox-question")
+        try:
+            if not await self._is_done_before_stop(task):
+                await asyncio.wait([task], timeout=self._time_left())
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=GRACE)
+            raise StoreUnavailable(f"Store {self.store.name}: it did not answer before the relay had to stop")
+        return task.result()
+
+    def _time_left(self) -> float:
+        """The seconds until a stop gives up waiting."""
+        timeout = self._stop_timeout.total_seconds()
+        return timeout if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
 
     async def run_once(self) -> Settlement:
         """Claim, deliver and settle one batch; a paused destination and an empty outbox settle nothing."""
@@ -154,7 +196,7 @@ class Relay(Opening):
         self._size = 1
         self._sink_error = None
         await self._loop(drains=True)
-        return await self.store.counts()
+        return await self._ask(self.store.counts())
 
     async def run(self) -> None:
         """Deliver until `stop` is called; survives a store or a destination that is down for a while."""
@@ -165,11 +207,14 @@ class Relay(Opening):
             await self._loop(drains=False)
         finally:
             housekeeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await housekeeping
+            await asyncio.wait([housekeeping], timeout=GRACE)
+            if housekeeping.done() and not housekeeping.cancelled():
+                housekeeping.result()
 
     def stop(self) -> None:
         """Let `run` or `drain` end: claim nothing more, finish what is under way, give back what takes too long."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._stop_timeout.total_seconds()
         self._stopping.set()
 
     def wake(self) -> None:
@@ -207,11 +252,13 @@ class Relay(Opening):
         was_ahead = bool(self._ahead)
         try:
             batch = await self._claim_next(tasks)
-        except StoreUnavailable as error:
+        except (StoreUnavailable, StoreRefused) as error:
             if drains:
                 raise
             self._ahead.give_back(tasks)
             await self._wait(tasks, self._outage.note(error))
+            return True
+        if batch is None:
             return True
         self._outage.end()
         if batch.claims:
@@ -229,19 +276,28 @@ class Relay(Opening):
         return True
 
     async def _is_something_due(self) -> bool:
-        due = await self.store.next_due()
-        return due is not None and due <= timedelta(0)
+        due = await self._ask(self.store.next_due())
+        if due is None or due > timedelta(0):
+            return False
+        await self._pause_before_locked()
+        return True
+
+    async def _pause_before_locked(self) -> None:
+        """What is due now and was not claimed is locked by somebody: asking without a pause would not help."""
+        pause, self._pause = self._pause, min(self._poll, self._pause * 2)
+        await self._wait(set(), pause.total_seconds())
 
     async def _idle(self) -> None:
         """Sleep until woken, until the next row is due, or for a while that grows with every look in vain."""
         try:
-            due = await self.store.next_due()
-        except StoreUnavailable as error:
+            due = await self._ask(self.store.next_due())
+        except (StoreUnavailable, StoreRefused) as error:
             await self._wait(set(), self._outage.note(error))
             return
         longest = self._poll if getattr(self.store, "is_notified", False) else min(self._pause, self._poll)
+        # What is due now and was not claimed is locked by somebody: asking without a pause would not help.
+        timeout = longest if due is None else min(longest, due if due > timedelta(0) else self._pause)
         self._pause = min(self._poll, self._pause * 2)
-        timeout = longest if due is None else min(longest, due)
         await self._wait(set(), timeout.total_seconds(), wakes=True)
 
     async def _wait(self, tasks: set[asyncio.Task[Settlement]], seconds: float | None, *, wakes: bool = False) -> None:
@@ -255,19 +311,26 @@ class Relay(Opening):
         finally:
             for future in waiting:
                 future.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.wait(waiting, timeout=GRACE)
+            for future in waiting:
+                future.add_done_callback(_ignore_result)
             self._woken.clear()
 
     async def _finish(self, tasks: set[asyncio.Task[Settlement]]) -> None:
         if not tasks:
             return
-        _, late = await asyncio.wait(tasks, timeout=self._stop_timeout.total_seconds())
+        _, late = await asyncio.wait(tasks, timeout=self._time_left())
         for task in late:
             task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                log.error("A batch under way at the end failed: %s", result)
+        _, left = await asyncio.wait(tasks, timeout=GRACE)
+        if left:
+            log.error("Left behind: batches that do not end, %d of them; their events are sent again.", len(left))
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=GRACE)
+        for task in tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                log.error("A batch under way at the end failed: %s", error)
 
     # -- claiming ---------------------------------------------------------------------------------------------------
 
@@ -282,17 +345,40 @@ class Relay(Opening):
             raise Unsupported(f"Sink {self.sink.name}: too slow to hold rows locked meanwhile; claim by lease")
         return wanted
 
-    async def _claim_next(self, tasks: set[asyncio.Task[Settlement]]) -> Batch:
-        """The next batch; in a backlog another is claimed beside it, so that the database works while rows load."""
+    async def _claim_next(self, tasks: set[asyncio.Task[Settlement]]) -> Batch | None:
+        """The next batch, None when a stop came first.
+
+        In a backlog another is claimed beside it, so that the database works while rows load.
+        """
         claiming = self._ahead.take() or start_claim(self._claim(is_prefetch=bool(tasks)))
         if self._is_backlog and len(tasks) + 2 <= self._in_flight and self.breaker.state == "closed":
             self._ahead.start(self._claim(is_prefetch=True))
-        batch = await claiming
+        try:
+            is_done = await self._is_done_before_stop(claiming)
+        except asyncio.CancelledError:
+            # What commits all the same would be held until its lease lapses.
+            give_back(claiming, tasks)
+            raise
+        if not is_done:
+            give_back(claiming, tasks)
+            return None
+        batch = claiming.result()
         self._is_backlog = batch.is_full and self._size == self._batch_size
         return batch
 
+    async def _is_done_before_stop(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for a task, but not longer than for `stop`: what hangs must not keep us from ending."""
+        if task.done() or self._stopping.is_set():
+            return task.done()
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        return task.done()
+
     async def _claim(self, *, is_prefetch: bool) -> Batch:
-        limit = 1 if self.breaker.is_probing else min(self._size, getattr(self.sink, "most", self._size))
+        limit = 1 if self.breaker.is_probing else min(self._size, self.sink.most or self._size)
         holds = self.mode == "hold" and limit == self._batch_size and time.monotonic() >= self._no_hold_before
         mode: Mode = "hold" if holds and not self._use_lease_next else "lease"
         self._use_lease_next = False
@@ -303,6 +389,7 @@ class Relay(Opening):
             max_attempts=self._retry.max_attempts,
             park=self._parks,
             is_prefetch=is_prefetch,
+            max_bytes=self._batch_bytes,
         )
         self._use_lease_next |= batch.has_tried
         return batch
@@ -317,6 +404,7 @@ class Relay(Opening):
             else:
                 outcomes = await self._send_renewing(batch)
             judged = self._judge(batch.claims, outcomes)
+            size = self._size
             settlement = await self._settle(batch, judged)
         except TimeoutError:
             await batch.abandon()
@@ -326,7 +414,8 @@ class Relay(Opening):
         except BaseException:
             await batch.abandon()
             raise
-        self._size = min(self._batch_size, self._size * 2)
+        if self._size >= size:
+            self._size = min(self._batch_size, self._size * 2)
         self.total += settlement
         self._hook.settled(batch, judged, settlement)
         return settlement
@@ -345,14 +434,17 @@ class Relay(Opening):
                 await renewing
 
     async def _renew(self, batch: Batch) -> None:
-        pause = self._lease.total_seconds() / 3
+        pause = regular = self._lease.total_seconds() / 3
         while True:
             await asyncio.sleep(pause)
             try:
                 lost = await batch.renew(self._lease)
-            except StoreUnavailable as error:
+            except (StoreUnavailable, StoreRefused) as error:
                 log.warning("Could not renew %d claims: %s", len(batch.claims), error)
+                # Soon again: what took long has used up much of the lease.
+                pause = min(regular, 1.0)
                 continue
+            pause = regular
             if lost:
                 self._hook.lost(lost)
                 log.warning("Lost %d of %d claims: their lease lapsed unrenewed.", len(lost), len(batch.claims))
@@ -360,7 +452,7 @@ class Relay(Opening):
     async def _send(self, batch: Batch) -> Sequence[Outcome]:
         """One outcome a claim; a destination that is down releases what it did not take."""
         claims = batch.claims
-        good = [claim for claim in claims if claim.defect is None]
+        good = _without_defects(claims)
         try:
             await self._open_sink()
             outcomes = await self._send_good(batch, good)
@@ -368,13 +460,18 @@ class Relay(Opening):
             self._sink_error = None
         except SinkUnavailable as error:
             self._sink_error = str(error)
-            self.breaker.failed(error.after, reason=str(error))
+            self.breaker.failed(read_pause(error.after), reason=str(error))
             self._hook.paused(self.sink.name, str(error))
-            outcomes = error.outcomes if error.outcomes is not None else [RELEASED] * len(good)
+            outcomes = [RELEASED] * len(good)
+            if error.outcomes is not None:
+                try:
+                    outcomes = check_outcomes(error.outcomes, len(good), self.sink.name)
+                except PillarboxError as wrong:
+                    log.error("%s; all of them are sent again.", wrong)
         if len(good) == len(claims):
             return outcomes
-        results = iter(outcomes)
-        return [next(results) if claim.defect is None else Dead(claim.defect) for claim in claims]
+        sent = dict(zip(map(id, good), outcomes, strict=True))
+        return [sent.get(id(claim), RELEASED if claim.defect is None else Dead(claim.defect)) for claim in claims]
 
     async def _open_sink(self) -> None:
         if self._is_sink_open:
@@ -397,12 +494,8 @@ class Relay(Opening):
         if not claims:
             return []
         try:
-            outcomes = await self._give(batch, claims)
-            if len(outcomes) != len(claims):
-                raise PillarboxError(
-                    f"Sink {self.sink.name}: expected {len(claims)} outcomes, one a claim, got {len(outcomes)}"
-                )
-            return outcomes
+            outcomes = await self.sink.deliver_in(batch, claims)
+            return check_outcomes(outcomes, len(claims), self.sink.name)
         except SinkUnavailable:
             raise
         except Exception as error:
@@ -410,12 +503,6 @@ class Relay(Opening):
                 return [Retry(describe_error(error), cause=error)]
             log.exception("Sink %s failed on a batch of %d; sending one by one.", self.sink.name, len(claims))
         return await self._send_one_by_one(batch, claims)
-
-    async def _give(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
-        """Let the sink deliver, by itself or together with the settlement of each claim."""
-        if isinstance(self.sink, JoiningSink):
-            return await self.sink.deliver_in(batch, claims)
-        return await self.sink.deliver(claims)
 
     async def _send_one_by_one(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
@@ -439,15 +526,16 @@ class Relay(Opening):
         if all(type(outcome) is Delivered for outcome in outcomes):
             return list(outcomes)
         ordered = release_successors(claims, outcomes)
-        return [
+        judged = [
             decide(self._retry, claim, outcome) if isinstance(outcome, Retry) else outcome
             for claim, outcome in zip(claims, ordered, strict=True)
         ]
+        self._failures.note(self.sink.name, claims, judged)
+        return judged
 
     async def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> Settlement:
         """Settle; a lease is worth several tries, because what was delivered would else be delivered again."""
-        make_effect = getattr(self.sink, "effect", None)
-        effect: Effect | None = None if make_effect is None else make_effect(batch.claims, outcomes)
+        effect: Effect | None = self.sink.effect(batch.claims, outcomes)
         deadline = time.monotonic() + self._lease.total_seconds()
         pause = SETTLE_TRIES_FIRST
         while True:
@@ -458,29 +546,56 @@ class Relay(Opening):
                     log.warning("Could not settle %d events, they will be sent again: %s", len(outcomes), error)
                     await batch.abandon()
                     return Settlement(lost=len(outcomes))
+                if pause == SETTLE_TRIES_FIRST:
+                    log.warning("Could not settle %d events yet, trying again: %s", len(outcomes), error)
                 await asyncio.sleep(pause)
                 pause = min(2.0, pause * 2)
                 continue
-            if settlement.lost:
+            except StoreRefused as error:
+                return await self._settle_refused(batch, outcomes, error)
+            if settlement.lost and batch.mode == "hold":
+                # Rows that cannot leave their table: only a lease counts their attempts.
+                self._no_hold_before = time.monotonic() + HOUSEKEEPING.total_seconds()
+            elif settlement.lost:
                 log.warning("%d claims had lapsed before they were settled; others have them.", settlement.lost)
             # A queue's rows have numbers; it names them by itself.
             if settlement.dead and not getattr(self.store, "tells_dead", False):
                 self._tell_dead(batch.claims, outcomes)
             return settlement
 
+    async def _settle_refused(self, batch: Batch, outcomes: Sequence[Outcome], error: StoreRefused) -> Settlement:
+        """A batch that only settles as a whole was refused: take it in smaller parts, until the culprit is alone."""
+        log.error("Could not settle %d events: %s", len(outcomes), error)
+        self._size = max(1, len(outcomes) // 2)
+        self._no_hold_before = time.monotonic() + HOUSEKEEPING.total_seconds()
+        if len(outcomes) == 1 and batch.mode == "lease":
+            told = f"Could not be settled as {type(outcomes[0]).__name__}: {error}"
+            others: tuple[Outcome, ...] = (Dead(told), Retry(told, after=HOUSEKEEPING))
+            for outcome in others:
+                with suppress(StoreRefused, StoreUnavailable):
+                    settlement = await batch.settle([outcome], park=self._parks)
+                    if settlement.dead:
+                        self._tell_dead(batch.claims, [outcome])
+                    return settlement
+            # It would be claimed again at once, without end.
+            await self._wait(set(), self._poll.total_seconds())
+        await batch.abandon()
+        return Settlement(released=len(outcomes))
+
     def _tell_dead(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> None:
         """Say which event died; of many, which one was the first, since they may all say the same."""
         dead = [(claim, outcome) for claim, outcome in zip(claims, outcomes, strict=True) if isinstance(outcome, Dead)]
         claim, outcome = dead[0]
         more = f" (and {len(dead) - 1} more of this batch)" if len(dead) > 1 else ""
-        log.warning("Sink %s: event %s is dead%s: %s", self.sink.name, claim.event.id, more, outcome.error)
+        error = without_name(outcome.error, self.sink.name)
+        log.warning("Sink %s: event %s is dead%s: %s", self.sink.name, claim.event.id, more, error)
 
     # -- a store that is down, and what is done now and then --------------------------------------------------------
 
     async def _open_patiently(self) -> None:
         while not self._stopping.is_set():
             try:
-                await self.open()
+                await self._ask(self.open())
                 return
             except StoreUnavailable as error:
                 await self._wait(set(), self._outage.note(error))
@@ -490,6 +605,27 @@ class Relay(Opening):
         while retention is not None:
             try:
                 await self.store.prune(delivered_age=retention)  # type: ignore[attr-defined]
-            except StoreUnavailable as error:
+            except (StoreUnavailable, StoreRefused) as error:
                 log.debug("Could not prune: %s", error)
             await asyncio.sleep(HOUSEKEEPING.total_seconds())
+
+
+def _without_defects(claims: Sequence[Claim]) -> Sequence[Claim]:
+    """The claims that can be sent: what follows one that cannot be read waits with its key, lest it pass it."""
+    if all(claim.defect is None for claim in claims):
+        return claims
+    stopped: set[str] = set()
+    good: list[Claim] = []
+    for claim in claims:
+        key = claim.event.key
+        if claim.defect is not None:
+            stopped |= {key} if key is not None else set()
+        elif key is None or key not in stopped:
+            good.append(claim)
+    return good
+
+
+def _ignore_result(future: asyncio.Future[Any]) -> None:
+    # asyncio complains about an exception that nobody asked for.
+    if not future.cancelled():
+        future.exception()

@@ -17,10 +17,11 @@ from typing import Any, ClassVar, Final, Protocol
 
 from pillarbox.durations import grow, parse_duration
 from pillarbox.errors import ConfigError
+from pillarbox.errortext import ERROR_LENGTH as ERROR_LENGTH
+from pillarbox.errortext import describe_error as describe_error
 
 LONGEST_DELAY: Final = timedelta(days=3650)
 MOST_ATTEMPTS: Final = 1_000_000
-ERROR_LENGTH: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,20 +215,6 @@ def parse_policy(value: object, *, what: str = "Retry policy") -> RetryPolicy:
         return _CLASSES[kind](**arguments)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from error
-
-
-def describe_error(error: BaseException) -> str:
-    """Make the text kept for a failure: "TypeName: message", cut to what any database can store."""
-    try:
-        message = str(error)
-    except Exception as broken:
-        message = f"its message cannot be read ({type(broken).__name__})"
-    name = type(error).__name__
-    text = (f"{name}: {message}" if message else name).replace("\0", "")
-    if not text.isascii():
-        # Join surrogate halves before the cut and replace a lone one: UTF-8 has no form for it.
-        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text if len(text) <= ERROR_LENGTH else text[: ERROR_LENGTH - 1] + "…"
 
 
 _CLASSES: Final[Mapping[str, Callable[..., RetryPolicy]]] = {

@@ -28,6 +28,7 @@ from pillarbox.errors import ConfigError, Unsupported
 from pillarbox.event import DELIVERED, LIMITS, Claim, Dead, Delivered, Event, Outcome
 from pillarbox.layouts import Layout
 from pillarbox.outbox import Outbox
+from pillarbox.sinks import Sink, refuse_alone
 from pillarbox.stores import Effect
 from pillarbox.stores.dialect import is_mysql
 from pillarbox.stores.sql import SqlStore
@@ -128,7 +129,7 @@ def _check_sink_name(name: object, what: str) -> None:
         raise ConfigError(f"{what}: expected a sink's name of at most {MAX_SINK_NAME} characters, got {name!r}")
 
 
-class FanOut:
+class FanOut(Sink):
     """The sink that gives events to their sinks: as rows of the outbox they are in, or of an outbox beside it.
 
     The table of another system cannot say which sink a row is for. Its events go `into` an outbox of ours in the same
@@ -157,16 +158,10 @@ class FanOut:
         self._outbox = store.tables["outbox"] if into is None else into.table
         self._statements: dict[str, Any] = {}
 
-    async def open(self) -> None:
-        pass
-
-    async def check(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        raise refuse_alone(self)
+
+    async def deliver_in(self, batch: Any, claims: Sequence[Claim]) -> Sequence[Outcome]:
         return [self._decide(claim.event) for claim in claims]
 
     def _decide(self, event: Event) -> Outcome:

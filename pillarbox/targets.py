@@ -55,6 +55,11 @@ def commits_alone(bind: sa.Engine | sa.Connection) -> bool:
     return (level or getattr(bind.dialect, "_on_connect_isolation_level", None)) == "AUTOCOMMIT"
 
 
+def has_two_phases(connection: sa.Connection) -> bool:
+    """Whether the transaction will be prepared first: PostgreSQL refuses that to one that has notified somebody."""
+    return isinstance(connection.get_transaction(), sa.TwoPhaseTransaction)
+
+
 def _is_driver_autocommit(connection: sa.Connection) -> bool:
     # SQLite's driver is in autocommit mode wherever transactions are begun by hand, as SQLAlchemy advises.
     detect = getattr(connection.dialect, "detect_autocommit_setting", None)

@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from pillarbox.durations import parse_duration
 from pillarbox.errors import ConfigError
-from pillarbox.sinks.url import mask_url
+from pillarbox.sizes import parse_size
+from pillarbox.urls import MASK, is_secret_name, mask_url
 
 
 class Given(NamedTuple):
@@ -77,6 +78,10 @@ def read_duration(given: Given) -> timedelta:
     return parse_duration(given.value, what=given.where)
 
 
+def read_size(given: Given) -> int:
+    return parse_size(given.value, what=given.where)
+
+
 def read_pause(given: Given) -> timedelta:
     pause = read_duration(given)
     if not pause:
@@ -95,12 +100,17 @@ def one_of(*choices: str) -> Read:
 
 
 def _wrong(given: Given, expected: str, hint: str = "") -> ConfigError:
-    return ConfigError(f"{given.where}: expected {expected}, got {show(given.value)}{hint}")
+    # A place ends in the option's name.
+    is_secret = is_secret_name(given.where.rpartition(" ")[2])
+    return ConfigError(f"{given.where}: expected {expected}, got {MASK if is_secret else show(given.value)}{hint}")
 
 
 def show(value: object) -> str:
     """Return a value as it may be shown."""
-    return repr(mask_url(value) if isinstance(value, str) else value)
+    if isinstance(value, str):
+        return repr(mask_url(value))
+    shown = repr(value)
+    return f"one of type {type(value).__name__}" if "://" in shown else shown
 
 
 # -- names -------------------------------------------------------------------------------------------------

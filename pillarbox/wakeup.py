@@ -17,6 +17,11 @@ log = logging.getLogger("pillarbox.wakeup")
 
 RECONNECT_FIRST = 0.2
 RECONNECT_CAP = 10.0
+CONNECT_TIMEOUT = 10.0
+# An idle connection does not notice that the other host is gone, or that somebody between keeps quiet: it is asked.
+PROBE_EVERY = 10.0
+PROBE_TIMEOUT = 5.0
+CLOSE_TIMEOUT = 1.0
 _MAX_CHANNEL = 63
 
 
@@ -50,8 +55,10 @@ class PostgresListener:
             await self._listen()
         except (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError) as error:
             raise ConfigError(f"Notifications: {error}") from error
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError) as error:
-            log.warning("Cannot listen for notifications, polling until it works: %s", error)
+        except Exception as error:  # whatever asyncpg raises, also of itself: polling goes on without it
+            log.warning(
+                "Cannot listen for notifications, polling until it works: %s", str(error) or type(error).__name__
+            )
             self._lost.set()
         self._task = asyncio.create_task(self._keep(), name="pillarbox-listener")
 
@@ -72,15 +79,22 @@ class PostgresListener:
                 await self._task
         if self._connection is not None:
             connection, self._connection = self._connection, None
-            await connection.close()
+            try:
+                await connection.close(timeout=CLOSE_TIMEOUT)
+            except Exception as error:
+                log.debug("The connection for notifications was not closed gracefully: %s", error)
+            finally:
+                connection.terminate()
 
     async def _listen(self) -> None:
         import asyncpg
 
-        connection = await asyncpg.connect(self._dsn, timeout=10)
+        settings = {"application_name": "pillarbox listener"}
+        connection = await asyncpg.connect(self._dsn, timeout=CONNECT_TIMEOUT, server_settings=settings)
         try:
             connection.add_termination_listener(self._on_lost)
-            await connection.add_listener(self._channel, self._on_notify)
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await connection.add_listener(self._channel, self._on_notify)
         except BaseException:
             connection.terminate()
             raise
@@ -88,18 +102,35 @@ class PostgresListener:
         self._connection = connection
 
     async def _keep(self) -> None:
-        import asyncpg
-
         while True:
-            await self._lost.wait()
+            try:
+                async with asyncio.timeout(PROBE_EVERY):
+                    await self._lost.wait()
+            except TimeoutError:
+                await self._probe()
+                continue
             pause = RECONNECT_FIRST
             while self._connection is None:
                 await asyncio.sleep(pause)
                 pause = min(RECONNECT_CAP, pause * 2)
-                with contextlib.suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError, TimeoutError):
+                try:
                     await self._listen()
+                except Exception as error:  # it was told that we poll; asyncpg's own kinds have no common base
+                    log.debug("Still cannot listen for notifications: %s", error)
             log.info("Listening for notifications again.")
             self._woken.set()
+
+    async def _probe(self) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                await connection.execute("SELECT 1")
+        except Exception as error:
+            log.debug("The connection for notifications did not answer: %s", str(error) or type(error).__name__)
+            connection.terminate()
+            self._on_lost(connection)
 
     def _on_notify(self, *args: Any) -> None:
         self._woken.set()

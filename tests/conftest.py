@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
 
+from pillarbox.cli.signals import STOPPING
 from tests.brokers import private_broker
 from tests.servers import ServerName, server_url
 
@@ -20,6 +23,23 @@ settings.register_profile("pillarbox", deadline=None)
 settings.load_profile("pillarbox")
 
 DRIVERS = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Let a parallel run carry what a test logged: half a surrogate pair has no form between its processes."""
+    return _escape_halves((yield))
+
+
+def _escape_halves(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {name: _escape_halves(each) for name, each in value.items()}
+        case list() | tuple():
+            return type(value)(map(_escape_halves, value))
+    return value
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,6 +61,16 @@ def own_databases() -> Iterator[None]:
         with suppress(pytest.skip.Exception, pytest.fail.Exception):
             _point_to(env, "pgbouncer", sa.make_url(server_url("pgbouncer")).set(database=name))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Undo what a command that ran in this process did to signals: programs started later inherit what is ignored."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def _point_to(env: pytest.MonkeyPatch, server: ServerName, url: sa.URL) -> None:

@@ -14,6 +14,7 @@ from pillarbox.actions.subject import id_of, key_text, type_of
 from pillarbox.codec import decode_json, encode_json, is_json
 from pillarbox.errors import InvalidAction, InvalidEvent
 from pillarbox.event import Event, uuid7
+from pillarbox.layouts.shared import has_zero
 
 _HOMELESS: Final = (
     *("headers", "due_at", "delay", "dedup_key", "schema_version", "correlation_id", "causation_id", "trace_id"),
@@ -88,18 +89,9 @@ def _object(text: bytes, what: str) -> dict[str, Any]:
     found = decode_json(text)
     if not isinstance(found, dict):
         raise InvalidEvent(f"{what}: expected a JSON object, such as a dict or a dataclass makes; got {text[:80]!r}")
-    # The escape may also be a backslash before plain text: only then is it worth looking for.
-    if b"\\u0000" in text and _has_null(found):
+    if has_zero(text):
         raise InvalidEvent(f"{what}: it has the character U+0000 in a text, which PostgreSQL cannot hold; leave it out")
     return found
-
-
-def _has_null(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(_has_null(key) or _has_null(item) for key, item in value.items())
-    if isinstance(value, list):
-        return any(map(_has_null, value))
-    return isinstance(value, str) and "\0" in value
 
 
 def _refuse_rounding(text: bytes, what: str) -> None:

@@ -78,6 +78,7 @@ class ActionLog:
             sessions=_choose_sessions(engine, sessions),
             clock=partial(_read_clock, clock),
             names=self._names,
+            told=_told(layout),
         )
 
     def action(
@@ -154,6 +155,11 @@ def _declare(
         return {"events": declared["outbox"], "actions": declare_actions(declared["outbox"])}
     events = declared["events"]
     return {"events": events, "notifications": declared["outbox"], "actions": declare_actions(events)}
+
+
+def _told(layout: str) -> Mapping[str, str]:
+    log = get_layout(layout)
+    return {name: log.fields[field] for name, field in log.told.items()}
 
 
 def _choose_sessions(engine: Any, sessions: Any) -> Callable[[], Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -20,10 +20,11 @@ MAX_ROWS: Final = 1000
 _STEP: Final = timedelta(microseconds=1)
 
 
-def event_rows(action: Action[Any], completed_at: datetime) -> list[dict[str, Any]]:
+def event_rows(action: Action[Any], completed_at: datetime, told: Mapping[str, str]) -> list[dict[str, Any]]:
     """One row for each event in order, or the sentinel when there is none.
 
-    Each event is dated a microsecond after the one before, so that a reader by date has them in order.
+    Each event is dated a microsecond after the one before, so that a reader by date has them in order. `told` names the
+    columns whose values a payload also has, unless it has others of these names.
     """
     shared = {
         "namespace": action.namespace,
@@ -46,15 +47,17 @@ def event_rows(action: Action[Any], completed_at: datetime) -> list[dict[str, An
         }
         for number, event in enumerate(action.events)
     ]
+    for row, event in zip(rows, action.events, strict=True):
+        row["payload"] = {**{name: row[column] for name, column in told.items()}, **event.payload}
     nothing = dict.fromkeys(("model_id", "model_type", "event_type", "payload"))
     return rows or [{**shared, **nothing, "id": uuid7(), "event_date": completed_at}]
 
 
-def insert_rows(table: sa.Table, rows: Sequence[dict[str, Any]], dialect: str) -> Iterator[Any]:
+def insert_rows(table: sa.Table, rows: Sequence[dict[str, Any]], dialect: str, *, notify: bool = True) -> Iterator[Any]:
     """One statement, unless the rows are too many for one; on PostgreSQL it also wakes who waits for events."""
     # Equal notifications of a transaction are one. The function returns nothing, which no driver can read.
     told = sa.cast(sa.func.pg_notify(channel_name(table), ""), sa.Text)
-    is_told = dialect == "postgresql" and rows[0]["event_type"] is not None
+    is_told = notify and dialect == "postgresql" and rows[0]["event_type"] is not None
     for start in range(0, len(rows), MAX_ROWS):
         insert = sa.insert(table).values(list(rows[start : start + MAX_ROWS]))
         yield insert.returning(told) if is_told else insert

@@ -6,7 +6,7 @@ or writes is written once, for the session behind both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
@@ -25,7 +25,7 @@ from pillarbox.actions.undone import check_undone, is_undone
 from pillarbox.actions.watch import innermost, mark_failed, note_recorded, unwatch, watch
 from pillarbox.errors import ActionError, ActionRepeated, ConfigError, SchemaError, TransactionError
 from pillarbox.stores.sql import is_missing
-from pillarbox.targets import autocommit_error, check_connection, commits_alone, is_async, session_of
+from pillarbox.targets import autocommit_error, check_connection, commits_alone, has_two_phases, is_async, session_of
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession
@@ -43,6 +43,8 @@ class Books:
     sessions: Callable[[], Any] | None
     clock: Callable[[], datetime]
     names: EventNames
+    told: Mapping[str, str]
+    """The columns that payloads repeat, by their names there."""
 
 
 class ActionScope:
@@ -234,7 +236,8 @@ class ActionScope:
         check_connection(db)
         _check_subjects(session, action, books.events)
         completed_at = max(books.clock(), action.started_at)
-        for statement in rows.insert_rows(books.events, rows.event_rows(action, completed_at), db.dialect.name):
+        written, notify = rows.event_rows(action, completed_at, books.told), not has_two_phases(db)
+        for statement in rows.insert_rows(books.events, written, db.dialect.name, notify=notify):
             _execute(db, statement)
         if action.idempotency_key is not None:
             completed = _execute(db, rows.complete_action(books.actions, action, completed_at))

@@ -29,6 +29,7 @@ from pillarbox.cli.options import (
     takes_rows,
 )
 from pillarbox.cli.output import print_json, progress, say_count
+from pillarbox.cli.terminal import echo
 from pillarbox.config import Config
 from pillarbox.layouts.clock import now
 from pillarbox.stores import Filter
@@ -139,11 +140,11 @@ def _run(config: Config, task: Task, as_json: bool) -> None:
         return
     kind = "delivered event" if task.action == "replay" else "dead event"
     if task.dry_run:
-        typer.echo(f"Would {task.action} {say_count(matched, kind)}.")
+        echo(f"Would {task.action} {say_count(matched, kind)}.")
     elif matched:
-        typer.echo(f"{_DONE[task.action]} {done} of {say_count(matched, kind)}.")
+        echo(f"{_DONE[task.action]} {done} of {say_count(matched, kind)}.")
     else:
-        typer.echo(f"No {kind}s match.")
+        echo(f"No {kind}s match.")
 
 
 async def _act(config: Config, task: Task) -> tuple[int, int]:

@@ -16,13 +16,13 @@ from pillarbox.cli.options import JsonOption, Load, UsageError, check_stores, ta
 from pillarbox.cli.output import print_json
 from pillarbox.cli.relay import Tally, run_group, summarize
 from pillarbox.config import Config
-from pillarbox.errors import ConfigError, MissingExtra
+from pillarbox.errors import MissingExtra
 from pillarbox.group import RelayGroup
 from pillarbox.handlers import Handlers
 from pillarbox.hooks import Hook
 from pillarbox.inbox import Inbox
 from pillarbox.relay import Relay
-from pillarbox.sinks.url import mask_url
+from pillarbox.urls import Secrets, mask_url
 
 log = logging.getLogger("pillarbox.cli")
 
@@ -38,7 +38,7 @@ def consume(
         str | None, typer.Option("--group", metavar="NAME", help="The consumer group, which shares the messages.")
     ] = None,
     stored: Annotated[
-        bool | None, typer.Option("--stored/--at-once", help="Store messages first, or handle them at once (that).")
+        bool | None, typer.Option("--stored/--at-once", help="Store messages first, or handle them at once (at once).")
     ] = None,
     registry: RegistryOption = None,
     as_json: JsonOption = False,
@@ -76,11 +76,12 @@ def _make_relays(config: Config, handlers: Handlers, hook: Hook) -> RelayGroup:
     relay = partial(
         Relay,
         batch_size=config.relay.batch_size,
+        batch_bytes=config.relay.batch_bytes,
         lease=config.relay.lease,
         poll=config.relay.poll,
         stop_timeout=config.relay.stop_timeout,
     )
-    try:
+    with Secrets(store.url).hidden():
         return consumer_relays(
             source.url,
             handlers,
@@ -96,8 +97,6 @@ def _make_relays(config: Config, handlers: Handlers, hook: Hook) -> RelayGroup:
             **named,
             **source.options,
         )
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(store.url, mask_url(store.url))) from None
 
 
 async def _tell_start(config: Config, handlers: Handlers) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from pillarbox.cli.options import JsonOption, UsageError
 from pillarbox.cli.output import print_json, print_table
+from pillarbox.cli.terminal import echo, show_line
 from pillarbox.demo.run import LEASE, Report, Run
 
 Tell = Callable[[float, str], None]
@@ -34,14 +35,14 @@ def demo(
     try:
         report = _run(orders, writers, seed, keep, is_told=not as_json, check=ending.check)
     except KeyboardInterrupt:
-        typer.echo("Stopped; every process of the demo has ended.", err=True)
+        echo("Stopped; every process of the demo has ended.", err=True)
         raise typer.Exit(130) from None
     if as_json:
         print_json({**asdict(report), "throughput": report.throughput})
     else:
         _print_report(report)
         if keep is not None:
-            typer.echo(f"\nshop.db, delivered.jsonl and relay.log are in {keep}")
+            echo(f"\nshop.db, delivered.jsonl and relay.log are in {keep}")
     if not report.is_good:
         raise typer.Exit(1)
 
@@ -102,7 +103,7 @@ def _narrator(orders: int, writers: int) -> Iterator[tuple[Tell, Show]]:
         status = stack.enter_context(console.status("opening the shop")) if console.is_terminal else None
 
         def tell(seconds: float, sentence: str) -> None:
-            console.print(f"{seconds:5.1f} s  {sentence}", soft_wrap=True)
+            console.print(f"{seconds:5.1f} s  {show_line(sentence)}", soft_wrap=True, markup=False)
 
         def show(run: Run) -> None:
             if status is not None:
@@ -129,10 +130,10 @@ def _print_report(report: Report) -> None:
         ("latency p50", _format_seconds(report.latency_p50), "from the put to a reader of the file"),
         ("latency p99", _format_seconds(report.latency_p99), "among them those that a kill delayed"),
     ]
-    typer.echo()
+    echo()
     print_table(["", "orders", ""], rows, right=["orders"])
-    typer.echo()
-    typer.echo(_conclude(report))
+    echo()
+    echo(_conclude(report))
 
 
 def _conclude(report: Report) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Final, cast
 from uuid import UUID
 
 import typer
 
 from pillarbox.cli.actions import drop, redrive, replay
+from pillarbox.cli.checking import check
 from pillarbox.cli.options import (
     JsonOption,
     Load,
@@ -22,6 +23,7 @@ from pillarbox.cli.options import (
 )
 from pillarbox.cli.output import print_json, print_table
 from pillarbox.cli.records import HEADINGS, describe_record, record_to_json, summarize_record
+from pillarbox.cli.terminal import echo
 from pillarbox.config import Config
 from pillarbox.errors import PillarboxError
 from pillarbox.stores import Filter, Record, State
@@ -39,6 +41,16 @@ class InState(StrEnum):
     SCHEDULED = "scheduled"
     DELIVERED = "delivered"
     DEAD = "dead"
+    NEW = "new"
+    RETRYING = "retrying"
+    HELD = "held"
+
+
+_FORMER: Final[Mapping[InState, State]] = {
+    InState.NEW: "ready",
+    InState.RETRYING: "waiting",
+    InState.HELD: "leased",
+}
 
 
 @app.command("list")
@@ -47,19 +59,25 @@ class InState(StrEnum):
 def list_events(
     load: Load,
     where: Filter,
-    state: Annotated[InState | None, typer.Option(help="Events in this state only.")] = None,
+    state: Annotated[
+        InState | None,
+        typer.Option(metavar="STATE", help="ready, leased, waiting, blocked, scheduled, delivered or dead."),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many, the newest first.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """List events, the newest first."""
     records = asyncio.run(_find(load(), where, state, limit))
     if as_json:
-        print_json([record_to_json(record) for record in records])
+        print_json([record_to_json(*each) for each in records])
         return
     if not records:
-        typer.echo("No events match.", err=True)
+        echo("No events match.", err=True)
         return
-    print_table(HEADINGS, map(summarize_record, records), right=["attempts", "age"])
+    # The last column, where there is anything in it: an outbox without routes has one destination.
+    has_recipients = any(name for name, _ in records)
+    rows = [(*summarize_record(record), *([name] if has_recipients else [])) for name, record in records]
+    print_table([*HEADINGS, *(["recipient"] if has_recipients else [])], rows, right=["attempts", "age"])
 
 
 @app.command()
@@ -79,23 +97,38 @@ def show(
             "Delivered events are deleted unless the relay runs with --retention."
         )
     if as_json:
-        print_json([record_to_json(record, with_payload=True) for record in records])
+        print_json([record_to_json(*each, with_payload=True) for each in records])
         return
-    typer.echo("\n\n".join(describe_record(record) for record in records))
+    echo("\n\n".join(describe_record(*each) for each in records))
 
 
 app.command()(redrive)
 app.command()(drop)
 app.command()(replay)
+app.command()(check)
 
 
-async def _find(config: Config, where: Filter, state: InState | None, limit: int) -> Sequence[Record]:
-    wanted: State | None = None if state is None else state.value
+async def _find(config: Config, where: Filter, state: InState | None, limit: int) -> Sequence[tuple[str, Record]]:
+    """The events that match, each with the sink or handler whose row it is; "" is nobody's yet."""
+    wanted = None if state is None else _read_state(state)
     async with connect_parts(config) as parts:
-        found = [record for store in parts.values() for record in await store.events(where, state=wanted, limit=limit)]
+        found = [
+            (name, record)
+            for name, store in parts.items()
+            for record in await store.events(where, state=wanted, limit=limit)
+        ]
     return found[:limit] if len(parts) == 1 else sorted(found, key=_put_at, reverse=True)[:limit]
 
 
-def _put_at(record: Record) -> datetime:
-    put_at: datetime | None = record.event.created_at
+def _read_state(state: InState) -> State:
+    current = _FORMER.get(state)
+    if current is not None:
+        echo(f"hint: --state {state.value} is now called {current}; the old word goes with the next release", err=True)
+        return current
+    wanted: Any = state.value
+    return cast(State, wanted)
+
+
+def _put_at(found: tuple[str, Record]) -> datetime:
+    put_at: datetime | None = found[1].event.created_at
     return datetime.min.replace(tzinfo=UTC) if put_at is None else put_at

@@ -26,6 +26,7 @@ from pillarbox.cli.options import (
 )
 from pillarbox.cli.output import add_counts, counts_to_json, print_json, print_table, say_count
 from pillarbox.cli.relay import Tally, run_group, summarize
+from pillarbox.cli.terminal import echo
 from pillarbox.config import Config
 from pillarbox.durations import format_duration
 from pillarbox.errors import ConfigError
@@ -115,7 +116,7 @@ def backfill(
         print_json({"handler": handler.name, "events": count, "dry_run": dry_run})
     else:
         would = "Would notify" if dry_run else "Notified"
-        typer.echo(f"{would} handler {handler.name!r} of {say_count(count, 'event')}.")
+        echo(f"{would} handler {handler.name!r} of {say_count(count, 'event')}.")
 
 
 async def _backfill(config: Config, handler: Handler, **options: Any) -> int:
@@ -236,7 +237,7 @@ def _make_notified(config: Config, layout: Layout, handlers: Handlers, prefix: s
 
 
 def _relay_maker(config: Config) -> Callable[..., Relay]:
-    names = ("batch_size", "in_flight", "lease", "poll", "dead", "stop_timeout")
+    names = ("batch_size", "batch_bytes", "in_flight", "lease", "poll", "dead", "stop_timeout")
     return partial(Relay, **{name: getattr(config.relay, name) for name in names})
 
 

@@ -17,9 +17,11 @@ from uuid import UUID
 import typer
 
 from pillarbox.cli.logs import set_up_logging
+from pillarbox.cli.terminal import keep_secret
 from pillarbox.config import Config, load_config
 from pillarbox.durations import parse_duration
 from pillarbox.errors import ConfigError, PillarboxError
+from pillarbox.sizes import parse_size
 from pillarbox.stores import Filter
 from pillarbox.stores.sql import SqlStore
 
@@ -45,6 +47,14 @@ def parse_duration_option(text: str) -> timedelta:
         return parse_duration(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error).removeprefix("Duration: ")) from error
+
+
+def parse_size_option(text: str) -> int:
+    """Read a size of the command line; a bad one is a usage error."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).removeprefix("Size: ")) from error
 
 
 def parse_moment_option(text: str) -> datetime:
@@ -206,7 +216,16 @@ def _take_settings(function: Command, options: Mapping[str, _Option]) -> Command
         store = {key: chosen[name] for key, name in names.items() if name in chosen}
 
         def load(overrides: Mapping[str, object] = MappingProxyType({})) -> Config:
-            return load_config(chosen["config"], overrides={**store, **overrides})
+            given = {**store, **overrides}
+            keep_secret(*given.values())
+            config = load_config(chosen["config"], overrides=given)
+            sinks = (config.sink, *config.sinks.values())
+            keep_secret(config.store.url, config.store.listen_url, *(each.url for each in config.stores.values()))
+            keep_secret(config.source.url, config.source.options, *(each.url for each in sinks))
+            # Where no url belongs.
+            keep_secret(config.store.schema, config.store.table, config.handlers.registry)
+            keep_secret(*(each.options for each in sinks))
+            return config
 
         return load
 
@@ -264,12 +283,12 @@ def check_stores(config: Config) -> None:
         raise UsageError("No store given: use --store URL, PILLARBOX_STORE, or url under [store] in pillarbox.toml.")
 
 
-def open_configured_store(config: Config) -> SqlStore:
+def open_configured_store(config: Config, *, variant: str | None = None) -> SqlStore:
     """Make the store; it is a usage error when nobody said which."""
     check_stores(config)
     if config.stores:
         raise UsageError(f"Several stores: choose one with --store NAME: {', '.join(config.stores)}.")
-    return config.open_store()
+    return config.open_store(variant=variant)
 
 
 @asynccontextmanager
@@ -281,6 +300,7 @@ async def connect_parts(config: Config) -> AsyncIterator[dict[str, SqlStore]]:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(connect(config))
         if config.store.recipient is not None:
+            await _check_recipient(first, config)
             yield {config.store.recipient: first}
             return
         parts = {"": first}
@@ -288,6 +308,16 @@ async def connect_parts(config: Config) -> AsyncIterator[dict[str, SqlStore]]:
             if name:
                 parts[name] = await stack.enter_async_context(connect(config.choose_recipient(name)))
         yield parts
+
+
+async def _check_recipient(store: SqlStore, config: Config) -> None:
+    """Refuse a recipient that has no rows, no settings and no handler: a misspelt name is no empty answer."""
+    wanted = config.store.recipient
+    known = {*config.sinks, *(name for name in await store.sinks() if name)}
+    # Rows may wait for one whose relay has never run, and for a handler that only its registry knows.
+    if wanted not in known and not config.handlers.registry and not await store.events(Filter(), limit=1):
+        names = f"known are {', '.join(sorted(known))}" if known else "no sink or handler has rows here"
+        raise ConfigError(f"Recipient {wanted!r}: there is no sink or handler of this name; {names}")
 
 
 @asynccontextmanager

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from datetime import UTC, datetime, timedelta
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import orjson
 
+from pillarbox.cli.terminal import escape_json, show_line
 from pillarbox.durations import format_duration
 from pillarbox.stores import Counts
 
@@ -23,7 +24,7 @@ WIDEST = 10_000
 def print_json(value: object, *, file: IO[str] | None = None) -> None:
     """Print one JSON document; keys keep their order."""
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_UTC_Z, default=str).decode()
-    print(text, file=file or sys.stdout, flush=True)
+    print(escape_json(text), file=file or sys.stdout, flush=True)
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
@@ -37,7 +38,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, ri
         table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
     for row in rows:
         # As Text: an event's own words must not be read as markup.
-        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+        table.add_row(*(Text("" if cell is None else show_line(str(cell))) for cell in row))
     console = Console(width=WIDEST, highlight=False)
     with console.capture() as captured:
         console.print(table)
@@ -72,16 +73,26 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
+STATES: Final = {"new": "ready", "retrying": "waiting", "held": "leased"}
+"""What the parts of `Counts` are called for operators, as `events list` calls them; the others have the same name."""
+
+
 def counts_to_json(counts: Counts) -> dict[str, Any]:
     values = asdict(counts)
     oldest: timedelta | None = values.pop("oldest_pending")
-    return {**values, "oldest_pending_seconds": None if oldest is None else round(oldest.total_seconds(), 3)}
+    # Under their former names too, until the next release.
+    states = {STATES.get(name, name): count for name, count in values.items()}
+    return {
+        **states,
+        **{name: values[name] for name in STATES},
+        "oldest_pending_seconds": None if oldest is None else round(oldest.total_seconds(), 3),
+    }
 
 
 _REMAINS = {
-    "new": "new",
-    "retrying": "retrying",
-    "held": "held by others",
+    "new": "ready",
+    "retrying": "waiting",
+    "held": "leased by others",
     "scheduled": "scheduled",
     "blocked": "blocked",
     "dead": "dead",
@@ -96,7 +107,7 @@ def describe_counts(counts: Counts) -> str:
 
 def say_count(count: int, what: str) -> str:
     """A number of things, in words."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def format_age(age: timedelta | None) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from pillarbox.cli.options import DryRunOption, JsonOption, Load, UsageError, connect, takes_settings
 from pillarbox.cli.output import print_json, say_count
+from pillarbox.cli.terminal import echo
 from pillarbox.config import Config
 from pillarbox.errors import SchemaError, Unsupported
 from pillarbox.schema.cron import partitions_sql
@@ -51,7 +52,7 @@ def ensure(
     _print_lines(made, "made", "nothing to make")
     for table, number in moved.items():
         if number:
-            typer.echo(f"{table}: {say_count(number, 'delivered event')} moved here from the outbox")
+            echo(f"{table}: {say_count(number, 'delivered event')} moved here from the outbox")
 
 
 @app.command()
@@ -76,12 +77,12 @@ def sql(load: Load, keep: KeepOption = 12) -> None:
     config = load()
     declared = [each for each in _declare_tables(config).values() if each.dialect_options["postgresql"]["partition_by"]]
     for table in declared:
-        typer.echo(partitions_sql(table.name, schema=table.schema, keep=keep), nl=False)
+        echo(partitions_sql(table.name, schema=table.schema, keep=keep), nl=False)
     if declared:
         return
     if config.store.table is None:
         raise UsageError(f"Layout {config.store.layout!r} declares no partitioned table: use --table [SCHEMA.]NAME.")
-    typer.echo(partitions_sql(config.store.table, schema=config.store.schema, keep=keep), nl=False)
+    echo(partitions_sql(config.store.table, schema=config.store.schema, keep=keep), nl=False)
 
 
 def _declare_tables(config: Config) -> Mapping[str, sa.Table]:
@@ -141,6 +142,6 @@ def _changes(change: Change, table: sa.Table) -> Callable[[sa.Connection], list[
 def _print_lines(changed: dict[str, list[str]], verb: str, nothing: str) -> None:
     for table, names in changed.items():
         for name in names:
-            typer.echo(f"{table}: {name} {verb}")
+            echo(f"{table}: {name} {verb}")
         if not names:
-            typer.echo(f"{table}: {nothing}")
+            echo(f"{table}: {nothing}")

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from pillarbox.cli.output import format_age, format_time
+from pillarbox.cli.terminal import show_line
 from pillarbox.codec import is_json
 from pillarbox.event import Event
 from pillarbox.stores import Record
@@ -33,13 +34,14 @@ def summarize_record(record: Record) -> tuple[object, ...]:
     return (event.id, record.state, event.type, event.key, record.attempts, format_age(age), short)
 
 
-def record_to_json(record: Record, *, with_payload: bool = False) -> dict[str, Any]:
+def record_to_json(recipient: str, record: Record, *, with_payload: bool = False) -> dict[str, Any]:
     """Everything about an event; its payload as JSON if it is JSON, as text, or in base64."""
     event: Event = record.event
     values: dict[str, Any] = {
         "id": str(event.id),
         "seq": record.seq,
         "state": record.state,
+        "recipient": recipient or None,
         "type": event.type,
         "topic": event.topic,
         "key": event.key,
@@ -59,13 +61,14 @@ def record_to_json(record: Record, *, with_payload: bool = False) -> dict[str, A
     return {**values, **_decode_payload(event)} if with_payload else values
 
 
-def describe_record(record: Record) -> str:
+def describe_record(recipient: str, record: Record) -> str:
     """A page about one event: what it has, then its error, headers and payload."""
     event: Event = record.event
     facts: dict[str, object] = {
         "id": event.id,
         "seq": record.seq,
         "state": f"{record.state} (parks its key)" if record.parks and event.key else record.state,
+        "recipient": recipient,
         "type": event.type,
         "topic": event.topic,
         "key": event.key,
@@ -76,14 +79,19 @@ def describe_record(record: Record) -> str:
         "delivered": format_time(record.delivered_at),
         "died": format_time(record.died_at),
         **{name.replace("_", " "): getattr(event, name) for name in _CONTEXT},
-        "headers": _pretty(dict(event.headers), indent="  ") if event.headers else None,
+        "headers": _pretty(dict(event.headers)) if event.headers else None,
         "error": record.error,
         "payload": f"{len(event.payload)} bytes, {event.content_type}",
     }
     known = {name: value for name, value in facts.items() if value not in (None, "")}
     width = max(map(len, known))
-    lines = [f"{name:<{width}}  {value}" for name, value in known.items()]
+    lines = [f"{name:<{width}}  {_indent(name, str(value))}" for name, value in known.items()]
     return "\n".join([*lines, "", _show_payload(event)])
+
+
+def _indent(name: str, value: str) -> str:
+    # A text of the event's cannot pass for a line of ours.
+    return value.replace("\n", "\n  ") if name in ("headers", "error") else show_line(value)
 
 
 def _show_payload(event: Event) -> str:
@@ -108,6 +116,5 @@ def _decode_payload(event: Event) -> dict[str, Any]:
         return {"payload_base64": base64.b64encode(event.payload).decode()}
 
 
-def _pretty(value: object, *, indent: str = "") -> str:
-    text = orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()
-    return text.replace("\n", f"\n{indent}")
+def _pretty(value: object) -> str:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()

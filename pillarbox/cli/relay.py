@@ -1,6 +1,6 @@
 """`pillarbox relay`: deliver until a signal comes, or with `--drain` until nothing can be claimed now.
 
-The first SIGTERM or SIGINT lets the relay finish what is under way and give back the rest; the second ends at
+The first SIGTERM, SIGINT or SIGHUP lets the relay finish what is under way and give back the rest; the second ends at
 once.
 """
 
@@ -29,9 +29,11 @@ from pillarbox.cli.options import (
     UsageError,
     check_stores,
     duration_option,
+    parse_size_option,
     takes_rows,
 )
-from pillarbox.cli.output import add_counts, counts_to_json, describe_counts, print_json
+from pillarbox.cli.output import add_counts, counts_to_json, describe_counts, print_json, say_count
+from pillarbox.cli.signals import STOPPING, obeyed
 from pillarbox.config import Config
 from pillarbox.errors import SinkUnavailable, StoreUnavailable
 from pillarbox.event import Outcome
@@ -40,14 +42,15 @@ from pillarbox.hooks import Hook
 from pillarbox.relay import Relay
 from pillarbox.stores import Batch, Counts, Settlement
 from pillarbox.stores.sql import SqlStore
+from pillarbox.urls import mask_url, show_database
 
 log = logging.getLogger("pillarbox.cli")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = STOPPING
 # `timeout`, terminals and process runners often send one signal twice, to the process and to its group.
 ECHO = 0.5
-# Threads in which functions of the user's run, and how long to wait for one that is about to end.
-THREADS = ("pillarbox-sink", "pillarbox-join")
+# Threads in which functions of the user's run, or which wait for SQLite's lock, and how long one may take to end.
+THREADS = ("pillarbox-sink", "pillarbox-join", "pillarbox-sqlite")
 GOODBYE = 1.0
 
 
@@ -75,6 +78,10 @@ def relay(
     ] = None,
     drain: Annotated[bool, typer.Option("--drain", help="Exit when nothing can be claimed now.")] = False,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Events a batch (500).")] = None,
+    batch_bytes: Annotated[
+        int | None,
+        typer.Option(parser=parse_size_option, metavar="SIZE", help="Payloads a batch, such as 64MB (64MB)."),
+    ] = None,
     in_flight: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2; SQLite 1).")
     ] = None,
@@ -111,6 +118,7 @@ def relay(
             "sink.url": sink,
             "store.topics": topics or None,
             "relay.batch_size": batch_size,
+            "relay.batch_bytes": batch_bytes,
             "relay.in_flight": in_flight,
             "relay.claim": None if claim is None else claim.value,
             "relay.lease": lease,
@@ -154,10 +162,16 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Mapping[str, Cou
     check_stores(config)
     tally = Tally()
     group = config.make_group(hook=tally)
+    for relay in group.relays.values():
+        if relay.sink.is_local:
+            await relay.sink.check()
 
     async def tell_start() -> None:
         for relay in group.relays.values():
             log.info("%s", _describe_start(config, relay, drains=drains))
+        for name, form in config.choose_forms().items():
+            if form.note:
+                log.info("Sink %s: %s", name or mask_url(config.sink.url or ""), form.note)
         await _warn_of_stranded_rows(config, group)
 
     return tally, await run_group(group, tally, drains=drains, tell_start=tell_start)
@@ -167,10 +181,19 @@ async def run_group(
     group: RelayGroup, tally: Tally, *, drains: bool, tell_start: Callable[[], Awaitable[None]]
 ) -> Mapping[str, Counts] | None:
     """Run relays until a signal comes, or drain them; returns what remains after a drain."""
-    stop_on_signals(group.stop, tally)
+    starting = asyncio.create_task(_start(group, drains=drains, tell_start=tell_start), name="pillarbox-start")
+
+    def stop() -> None:
+        group.stop()
+        # Nothing is under way yet that could be finished, and a database may say nothing.
+        starting.cancel()
+
+    stop_on_signals(stop, tally)
     try:
-        await _open(group, drains=drains)
-        await tell_start()
+        await asyncio.wait([starting])
+        if starting.cancelled():
+            return None
+        starting.result()
         # What is loaded by now stays to the end; a collector that looked through it again and again would cost
         # about a seventh of its time.
         gc.collect()
@@ -191,13 +214,14 @@ async def run_group(
             signal.signal(number, signal.SIG_IGN)
 
 
-async def _open(group: RelayGroup, *, drains: bool) -> None:
+async def _start(group: RelayGroup, *, drains: bool, tell_start: Callable[[], Awaitable[None]]) -> None:
     try:
         await group.open()
     except StoreUnavailable:
         # A relay that runs on says itself that the store is down, and tries again until it is back.
         if drains:
             raise
+    await tell_start()
 
 
 async def _warn_of_stranded_rows(config: Config, group: RelayGroup) -> None:
@@ -220,12 +244,11 @@ def _describe_start(config: Config, relay: Relay, *, drains: bool) -> str:
     if claim == "auto":
         claim = "hold" if sink.is_quick and "hold" in store.modes else "lease"
     assert isinstance(store, SqlStore)
-    url = store.url.set(query={}).render_as_string(hide_password=True)
     return (
-        f"{'Draining' if drains else 'Relaying'}: store {url}, "
+        f"{'Draining' if drains else 'Relaying'}: store {show_database(store.url)}, "
         f"table {store.tables['outbox'].fullname}, sink {sink.name}, claim by {claim}, "
         f"{'' if store.keeps_order else 'in the order of their times only, '}"
-        f"{config.relay.in_flight or store.in_flight} batches of up to {config.relay.batch_size} at once"
+        f"{say_count(config.relay.in_flight or store.in_flight, 'batch')} of up to {config.relay.batch_size} at once"
     )
 
 
@@ -237,7 +260,7 @@ def leave_threads_behind(code: int) -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
     left = [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
     if left:
-        log.warning("Left behind: %d calls that take longer than their timeout.", len(left))
+        log.warning("Left behind: %s beyond the timeout.", say_count(len(left), "call"))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -256,7 +279,7 @@ def summarize(tally: Tally, remains: Mapping[str, Counts] | None) -> str:
 
 
 def stop_on_signals(stop_relays: Callable[[], None], tally: Tally) -> None:
-    """Let the first SIGTERM or SIGINT stop the relays; a second one ends the process."""
+    """Let the first SIGTERM, SIGINT or SIGHUP stop the relays; a second one ends the process."""
     loop = asyncio.get_running_loop()
     stopped_at: float | None = None
 
@@ -275,5 +298,5 @@ def stop_on_signals(stop_relays: Callable[[], None], tally: Tally) -> None:
             os.write(2, b"pillarbox: ended at once; what was under way is sent again when its claims lapse\n")
             os._exit(128 + number)
 
-    for number in SIGNALS:
+    for number in obeyed():
         signal.signal(number, handle)

@@ -24,6 +24,7 @@ from pillarbox.cli.options import (
     takes_settings,
 )
 from pillarbox.cli.output import (
+    STATES,
     add_counts,
     counts_to_json,
     format_age,
@@ -33,14 +34,15 @@ from pillarbox.cli.output import (
     say_count,
     working,
 )
+from pillarbox.cli.terminal import echo, hide_secrets, show_line
 from pillarbox.config import Config
 from pillarbox.errors import SinkUnavailable
-from pillarbox.sinks.url import mask_url
 from pillarbox.stores import Counts, Entry, Pruned
+from pillarbox.urls import mask_url
 
 CHECK_SECONDS = 10
 _MEANING = {
-    "new": "ready, never tried",
+    "new": "can be claimed now",
     "retrying": "failed before, will be tried again",
     "held": "claimed by a relay now",
     "scheduled": "put with a later time",
@@ -75,13 +77,16 @@ def status(
 
 def _print_status(table: str, parts: Mapping[str, Counts], answers: Mapping[str, str]) -> None:
     columns = list(parts.values())
-    rows = [(name, *(getattr(counts, name) for counts in columns), meaning) for name, meaning in _MEANING.items()]
+    rows = [
+        (STATES.get(name, name), *(getattr(counts, name) for counts in columns), meaning)
+        for name, meaning in _MEANING.items()
+    ]
     ages = (format_age(counts.oldest_pending) for counts in columns)
     rows.append(("oldest", *ages, "age of the oldest undelivered event"))
     names = ["events"] if len(parts) == 1 else [name or "not routed" for name in parts]
     print_table([table, *names, ""], rows, right=names)
     for name, answer in answers.items():
-        typer.echo(f"{name}: {answer}")
+        echo(f"{show_line(name)}: {show_line(answer)}")
 
 
 async def _check(config: Config) -> dict[str, str]:
@@ -94,7 +99,7 @@ async def _check(config: Config) -> dict[str, str]:
                 await sink.check()
             answers[sink.name] = "up"
         except (SinkUnavailable, TimeoutError) as error:
-            answers[sink.name] = str(error) or f"no answer within {CHECK_SECONDS} s"
+            answers[sink.name] = hide_secrets(str(error)) or f"no answer within {CHECK_SECONDS} s"
         finally:
             await sink.close()
     return answers
@@ -129,7 +134,7 @@ def prune(
         print_json({"delivered": pruned.delivered, "dead": pruned.dead, "dry_run": dry_run})
     else:
         verb = "Would delete" if dry_run else "Deleted"
-        typer.echo(f"{verb} {pruned.delivered} delivered and {say_count(pruned.dead, 'dead event')}.")
+        echo(f"{verb} {pruned.delivered} delivered and {say_count(pruned.dead, 'dead event')}.")
 
 
 async def _prune(

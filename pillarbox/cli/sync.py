@@ -26,6 +26,7 @@ from pillarbox.cli.sync_options import (
     takes_queues,
 )
 from pillarbox.cli.sync_run import init, run
+from pillarbox.cli.terminal import echo
 from pillarbox.errors import PillarboxError
 from pillarbox.sync.health import QueueHealth, read_health
 from pillarbox.sync.migrating import Migration, check_migration, migrate
@@ -42,7 +43,7 @@ app.command()(init)
 
 
 def _say_none() -> None:
-    typer.echo("There are no queue files here.", err=True)
+    echo("There are no queue files here.", err=True)
 
 
 # -- status ------------------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def verify(find: Find, as_json: JsonOption = False) -> None:
         print_json({"is_ok": is_ok, "queues": [_result_to_json(each) for each in results]})
     elif results:
         for each in results:
-            typer.echo(_describe_result(each))
+            echo(_describe_result(each))
     else:
         _say_none()
     if not is_ok:
@@ -147,7 +148,7 @@ def migrate_files(
     if as_json:
         print_json([{"path": str(each.path), **{name: getattr(each, name) for name in _SHOWN}} for each in done])
     for each in [] if as_json else done:
-        typer.echo(_describe_migration(each))
+        echo(_describe_migration(each))
     if not done and not as_json:
         _say_none()
     code = _exit_code(done, check)
@@ -193,7 +194,7 @@ def renumber_queue(find: FindOne, as_json: JsonOption = False) -> None:
     if as_json:
         print_json({**describe_place(queue), "waiting": count})
     else:
-        typer.echo(f"{queue}: {say_count(count, 'row')} will go out under new numbers.")
+        echo(f"{queue}: {say_count(count, 'row')} will go out under new numbers.")
 
 
 # -- schema ------------------------------------------------------------------------------------------------------------
@@ -214,4 +215,4 @@ def schema(
         raise PillarboxError(f"There is no target {target!r}; there is: {', '.join(statements)}.")
     for name, texts in statements.items():
         if target in (None, name):
-            typer.echo("\n".join([f"-- {name}: {say_count(len(texts), 'statement')}", *(f"{text};" for text in texts)]))
+            echo("\n".join([f"-- {name}: {say_count(len(texts), 'statement')}", *(f"{text};" for text in texts)]))

@@ -10,6 +10,7 @@ import typer
 from pillarbox.cli.options import JsonOption, UsageError
 from pillarbox.cli.output import format_time, print_json, print_table
 from pillarbox.cli.sync_options import Find, FindOne, describe_place, expect_one, shorten, takes_one_queue, takes_queues
+from pillarbox.cli.terminal import echo, show_line
 from pillarbox.errors import PillarboxError
 from pillarbox.sync import dead as operations
 from pillarbox.sync.dead import DeadRow, Replayed
@@ -31,7 +32,7 @@ def list_dead(find: Find, as_json: JsonOption = False) -> None:
         headings = ("target", "table", "seq", "reason", "attempts", "died", "error", "sql")
         print_table(headings, [_summarize(row) for row in rows], right=["seq", "attempts"])
     elif not problems:
-        typer.echo("Nothing is dead.", err=True)
+        echo("Nothing is dead.", err=True)
     if problems:
         raise PillarboxError(" ".join(problems))
 
@@ -60,8 +61,8 @@ def show(find: Find, seq: SeqArgument, as_json: JsonOption = False) -> None:
     }
     known = {name: value for name, value in facts.items() if value not in (None, "")}
     width = max(map(len, known))
-    lines = [f"{name:<{width}}  {value}" for name, value in known.items()]
-    typer.echo("\n".join([*lines, "", row.sql]))
+    lines = [f"{name:<{width}}  {show_line(str(value))}" for name, value in known.items()]
+    echo("\n".join([*lines, "", row.sql]))
 
 
 @app.command()
@@ -87,9 +88,9 @@ def replay(
         return
     for queue, each in done:
         place = "is due now, in its place" if each.is_in_place else f"is at the end of its queue, as row {each.new_seq}"
-        typer.echo(f"{queue}: row {each.seq} {place}.")
+        echo(f"{queue}: row {each.seq} {place}.")
     if not done:
-        typer.echo("Nothing is dead.", err=True)
+        echo("Nothing is dead.", err=True)
 
 
 @takes_one_queue
@@ -114,7 +115,7 @@ def skip(
     if as_json:
         print_json({**describe_place(queue), "seq": skipped, "lost": lost is not None})
     else:
-        typer.echo(f"{queue}: {text}")
+        echo(f"{queue}: {text}")
 
 
 def _holder(queues: Sequence[QueueRef], seq: int) -> QueueRef:

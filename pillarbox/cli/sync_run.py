@@ -22,6 +22,7 @@ from pillarbox.cli.options import JsonOption
 from pillarbox.cli.output import print_json
 from pillarbox.cli.relay import SIGNALS, Tally, stop_on_signals, summarize
 from pillarbox.cli.sync_options import ConfigOption, check_config, takes_logging
+from pillarbox.cli.terminal import echo, keep_secret
 from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreUnavailable
 from pillarbox.sync.config import SyncConfig
 from pillarbox.sync.health import QueueHealth, read_health
@@ -52,6 +53,7 @@ def run(
     if verbosity == 0:
         set_level(os.environ.get("LOG_LEVEL"))
     settings = load_sync_config(check_config(config))
+    keep_secret(*(target.connection for target in settings.targets))
     tally = Tally()
     outage = asyncio.run(_run(settings, tally, drains=drain))
     stuck = [read for read in map(read_health, find_queues(settings)) if read.state in _STUCK] if drain else []
@@ -161,5 +163,5 @@ def init(
     from pillarbox.sync.scaffold import write_scaffold
 
     for path in write_scaffold(folder):
-        typer.echo(f"Made {path}")
-    typer.echo(f"Next: pillarbox sync run --config {folder / 'outbox.toml'}")
+        echo(f"Made {path}")
+    echo(f"Next: pillarbox sync run --config {folder / 'outbox.toml'}")

@@ -172,6 +172,12 @@ def _use_pydantic(pydantic: Any, annotation: Any, *, strict: bool | None) -> Dec
 
 def _explain(error: Any) -> str:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    texts = [": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in errors]
+    texts = [": ".join(filter(None, (".".join(map(str, each["loc"])), _say(each)))) for each in errors]
     rest = [] if len(texts) <= _MOST_ERRORS else [f"and {len(texts) - _MOST_ERRORS} more"]
     return "; ".join([*texts[:_MOST_ERRORS], *rest])
+
+
+def _say(error: Any) -> str:
+    # What a validator of the user's raises comes with pydantic's name for it in front.
+    prefix = {"value_error": "Value error, ", "assertion_error": "Assertion failed, "}.get(error["type"], "")
+    return str(error["msg"]).removeprefix(prefix)

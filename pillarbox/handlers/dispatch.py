@@ -13,13 +13,14 @@ from pillarbox.handlers.registry import Handlers
 from pillarbox.handlers.sink import HandlerSink, Slot, check_joins
 from pillarbox.joining import Joined, Settling, join
 from pillarbox.judging import decide
+from pillarbox.sinks import Sink, refuse_alone
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.workers import send_groups
 from pillarbox.sources import Source
 from pillarbox.stores import Batch, Joins
 
 
-class DispatchSink:
+class DispatchSink(Sink):
     """Runs the handlers of each event in the transaction that settles it: all of them are done, or none is.
 
     For tables with one row an event and for messages of brokers, where the handlers of a type have no progress of
@@ -48,12 +49,6 @@ class DispatchSink:
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
 
-    async def open(self) -> None:
-        pass
-
-    async def check(self) -> None:
-        pass
-
     async def close(self) -> None:
         async with AsyncExitStack() as stack:
             for sink in self._sinks.values():
@@ -66,7 +61,7 @@ class DispatchSink:
                 check_joins(sink.handler, joins, store.name)
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
-        raise ConfigError(f"Sink {self.name!r}: its handlers join a relay's transactions; wrap it in no other sink")
+        raise refuse_alone(self)
 
     async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
         return await self._send(batch, claims, otherwise=RELEASED)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import sqlalchemy as sa
 
-from pillarbox.errors import ConfigError
-from pillarbox.group import RelayGroup, given, route_relays
+from pillarbox.errors import ConfigError, Unsupported
+from pillarbox.group import RelayGroup, check_wrapped, given, route_relays
 from pillarbox.handlers.registry import Handlers
 from pillarbox.handlers.sink import HandlerSink
 from pillarbox.hooks import Hook
@@ -57,7 +57,10 @@ def handler_relays(
     group = route_relays(open_store, sinks, routes, make_relay=make, into=into, prefix=prefix, hook=hook)
     # Rows that wait under a former name of a handler; nothing new is put there.
     former = {alias: sinks[handler.name] for handler in handlers for alias in handler.aliases}
-    group.add(RelayGroup({prefix + alias: make(open_store(alias), sink, hook) for alias, sink in former.items()}))
+    waiting = {
+        prefix + alias: check_wrapped(make(open_store(alias), sink, hook), sink) for alias, sink in former.items()
+    }
+    group.add(RelayGroup(waiting))
     return group
 
 
@@ -68,7 +71,23 @@ def _opener(store: Outbox | Callable[[str], SqlStore], url: str | sa.URL | None)
         return lambda sink: store.store(url, sink=sink)
     if url is not None:
         raise ConfigError("Handlers: a function makes its stores by itself; leave url out, or give the outbox")
-    return store
+    if not callable(store):
+        raise Unsupported(
+            "Handlers: expected an outbox, or a function that makes the store of each handler; got "
+            f"{type(store).__name__}. Without a database, give one handler a relay: "
+            "Relay(store, HandlerSink(handlers, name))"
+        )
+
+    def open_own(sink: str) -> SqlStore:
+        made = store(sink)
+        if not isinstance(made, SqlStore):
+            raise Unsupported(
+                f"Handlers: each handler has rows of its own, which needs a database; got a {type(made).__name__}. "
+                "Without one, give one handler a relay: Relay(store, HandlerSink(handlers, name))"
+            )
+        return made
+
+    return open_own
 
 
 def _escape(type: str) -> str:

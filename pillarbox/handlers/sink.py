@@ -26,6 +26,7 @@ from pillarbox.handlers.context import Context, Next
 from pillarbox.handlers.payloads import Data
 from pillarbox.handlers.registry import Handler, Handlers
 from pillarbox.joining import Joined, join
+from pillarbox.sinks import refuse_alone
 from pillarbox.sinks.callable import CallableSink
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.workers import send_groups
@@ -59,15 +60,17 @@ class HandlerSink(CallableSink):
             return self._concurrency
         return max(self._concurrency, int(self._concurrency * _BUDGET / self._seconds))
 
+    @property
+    def joins_settlement(self) -> bool:
+        return self.handler.arguments.joins
+
     def check_store(self, store: Source) -> None:
         if self.handler.arguments.joins:
             check_joins(self.handler, store.joins, store.name)
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         if self.handler.arguments.joins:
-            raise Unsupported(
-                f"Handler {self.name!r}: takes a session, so only a relay can call it; wrap it in no other sink"
-            )
+            raise refuse_alone(self)
         return await self._send(claims, self.call)
 
     async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:

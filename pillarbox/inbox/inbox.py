@@ -320,9 +320,11 @@ def _prune_options(dialect: Dialect, batch: int) -> dict[str, Any]:
 
 def check_group(inbox: Inbox, group: object) -> str:
     """A consumer group's name."""
-    if isinstance(group, str) and 0 < len(group) <= MAX_LENGTH and is_writable(group):
+    is_text = isinstance(group, str) and 0 < len(group) <= MAX_LENGTH and is_writable(group)
+    # omni-box reads a group without the blanks around it, so that it would be another one.
+    if isinstance(group, str) and is_text and (inbox.is_own or group == group.strip()):
         return group
     raise ConfigError(
         f"Inbox {inbox.table.fullname!r}: expected group, the name of a consumer group of at most {MAX_LENGTH} "
-        f"characters without zero and surrogates; got {group!r}"
+        f"characters without zero and surrogates{'' if inbox.is_own else ', nor blanks around it'}; got {group!r}"
     )

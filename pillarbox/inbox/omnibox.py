@@ -3,6 +3,9 @@
 A message taken inside a handler's transaction is `completed` at once, one that is stored first is `pending`, one that
 can never be handled is `failed`. The partitioned table has no index that could keep messages apart: whoever writes one
 first locks its id and group, by the same numbers as omni-box itself, and then looks whether it is there.
+
+omni-box strips every text and refuses blank ones, when it reads a row as well: there its workers stop. So rows are
+written as it would write them, and a message id is the same with blanks around it.
 """
 
 from __future__ import annotations
@@ -46,17 +49,18 @@ class OmniboxRows:
     def __init__(self, layout: Layout, table: sa.Table) -> None:
         self._layout = layout
         # The layout itself takes no put: a row needs a message, not only an event.
-        self._encoder = Encoder(replace(layout, put=lambda due: {"created_at": now()}), table)
+        self._encoder = Encoder(replace(layout, put=lambda due: {"created_at": now()}), table, is_message=True)
 
     def check(self, message: Message) -> None:
         """Raise `InvalidEvent` for a message that the table, or omni-box, could not hold."""
+        for name, text in (("id", message.id.strip()), ("group", message.group)):
+            if not text or text != text.strip():
+                raise InvalidEvent(
+                    f"Message {message.id!r}, {name}: layout {self._layout.name!r} expects text that is not blank, and "
+                    f"no blanks around a group; got {getattr(message, name)!r}"
+                )
         event = self._event(message)
         self._encoder.check(event)
-        if b"\\u0000" in event.payload and _has_zero(orjson.loads(event.payload)):
-            raise InvalidEvent(
-                f"Message {message.id!r}: layout {self._layout.name!r} holds JSON without zero characters, got one in "
-                "its payload"
-            )
         # An event that came from a broker was not checked when it was made.
         for name in LIMITS:
             text = getattr(event, name)
@@ -72,7 +76,7 @@ class OmniboxRows:
         return {
             "id": [str(uuid7()) for _ in messages],
             "event_type": [event.type for event in events],
-            "message_id": [message.id for message in messages],
+            "message_id": [message.id.strip() for message in messages],
             "consumer_group": [message.group for message in messages],
             "source": [event.source for event in events],
             "payload": [event.payload.decode() for event in events],
@@ -85,20 +89,38 @@ class OmniboxRows:
     def _event(self, message: Message) -> Event:
         """The event as the row tells it: its row has an id of its own, and omni-box's source."""
         event = message.event
-        # omni-box has no headers without a value, and leaves them out as well.
-        headers = {name: value for name, value in event.headers.items() if value is not None}
-        headers[ID_HEADER] = message.id
-        source = message.source or event.source or event.topic
-        if event.source not in (None, source):
-            headers[EVENT_SOURCE] = str(event.source)
+        headers = self._headers(message)
+        headers[ID_HEADER] = message.id.strip()
+        source = message.source.strip() or (event.source or "").strip() or event.topic.strip()
+        if event.source is not None and event.source.strip() not in ("", source):
+            headers[EVENT_SOURCE] = event.source.strip()
         if event.created_at is not None:
             headers[TIME_HEADER] = event.created_at.isoformat()
         # Whoever sent JSON without saying so meant it.
         content_type = JSON if event.content_type == BYTES and _is_object(event.payload) else event.content_type
+        texts = {name: getattr(event, name) for name in LIMITS if name not in ("content_type", "source", "dedup_key")}
+        stripped = {name: text.strip() or None for name, text in texts.items() if text and text != text.strip()}
         # A key for deduplication is unique among its producer's events, not among the messages of several groups.
         return event.replace(
-            headers=headers, source=source, payload=event.payload, content_type=content_type, dedup_key=None
+            **{**stripped, "headers": headers, "source": source},
+            payload=event.payload,
+            content_type=content_type,
+            dedup_key=None,
         )
+
+    def _headers(self, message: Message) -> dict[str, Any]:
+        headers: dict[str, Any] = {}
+        for given, value in message.event.headers.items():
+            name = given.strip()
+            if name in headers:
+                raise InvalidEvent(
+                    f"Message {message.id!r}, header {given!r}: layout {self._layout.name!r} expects names that differ "
+                    "not only in blanks around them"
+                )
+            # omni-box has no headers without a value: it leaves out those of its broker, and refuses blank ones.
+            if value is not None and value != "" and not (isinstance(value, str) and value.isspace()):
+                headers[name] = value.strip() if isinstance(value, str) else value
+        return headers
 
 
 class OmniboxTakes(Takes):
@@ -114,8 +136,11 @@ class OmniboxTakes(Takes):
     def failing(self, errors: Mapping[Key, str]) -> OmniboxTakes:
         """The same statements for messages that failed for these reasons."""
         made = copy(self)
-        made._errors = errors
+        made._errors = {(group, message_id.strip()): error for (group, message_id), error in errors.items()}
         return made
+
+    def take(self, db: sa.Connection, messages: Sequence[Message]) -> list[bool]:
+        return super().take(db, [_stripped(message) for message in messages])
 
     def _insert(self, db: sa.Connection, messages: Sequence[Message]) -> Sequence[Key] | None:
         keys = [(message.group, message.id) for message in messages]
@@ -127,6 +152,11 @@ class OmniboxTakes(Takes):
         arrays = self._rows.arrays(messages, errors)
         new = self._put.fetch(db, {f"g_{name}": values for name, values in arrays.items()})
         return None if len(new) == len(messages) else [(group, message_id) for group, message_id in new]
+
+
+def _stripped(message: Message) -> Message:
+    text = message.id.strip()
+    return message if text == message.id else Message(text, message.group, source=message.source, event=message.event)
 
 
 def _build_lock() -> Any:
@@ -186,11 +216,3 @@ def _is_object(payload: bytes) -> bool:
         return isinstance(orjson.loads(payload), dict)
     except ValueError:
         return False
-
-
-def _has_zero(value: Any) -> bool:
-    if isinstance(value, str):
-        return "\0" in value
-    if isinstance(value, dict):
-        return any(_has_zero(name) or _has_zero(each) for name, each in value.items())
-    return isinstance(value, list) and any(map(_has_zero, value))

@@ -18,6 +18,7 @@ from pillarbox.errors import (
     InvalidEvent,
     SchemaError,
     SinkUnavailable,
+    StoreRefused,
     StoreUnavailable,
     Unsupported,
 )
@@ -28,6 +29,7 @@ from pillarbox.inbox.message import GROUP_HEADER, ID_HEADER, SOURCE_HEADER, TIME
 from pillarbox.inbox.ownership import check_alone, check_queued, check_taken
 from pillarbox.inbox.retention import Forgetting
 from pillarbox.outbox import MAX_PAYLOAD, Outbox
+from pillarbox.sinks import Sink
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.sql.failures import Kind, describe, judge
 from pillarbox.stores.dialect import is_mysql
@@ -40,7 +42,7 @@ _ROOM: Final = 65_536
 _TEXTS: Final = tuple(name for name in LIMITS if name != "dedup_key")
 
 
-class StoreSink:
+class StoreSink(Sink):
     """Stores messages for one consumer group in the inbox and its queue.
 
     For a relay whose store is a source. `max_payload` is the largest payload in bytes; a message that cannot be stored
@@ -127,6 +129,8 @@ class StoreSink:
         """Store messages in one transaction; returns why the database refuses what is in them."""
         try:
             await self._run(lambda db: self._write(db, messages))
+        except StoreRefused as error:
+            return str(error) if error.__cause__ is None else describe(error.__cause__)
         except SinkUnavailable as error:
             cause = error.__cause__.__cause__ if error.__cause__ is not None else None
             if cause is not None and judge(cause) is Kind.BAD:

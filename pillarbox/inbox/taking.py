@@ -79,6 +79,11 @@ class TakingSink(DispatchSink):
         await self._forgetting.run(self._store.run)
         return outcomes
 
+    @property
+    def joins_settlement(self) -> bool:
+        # Its transactions are the inbox's, not those of the relay.
+        return False
+
     async def deliver_in(self, batch: Batch, claims: Sequence[Claim]) -> Sequence[Outcome]:
         return await self.deliver(claims)
 

@@ -13,7 +13,7 @@ from pillarbox.layouts.debezium import debezium_layout
 from pillarbox.layouts.ekbatan import ekbatan_layout, ekbatan_notifications_layout
 from pillarbox.layouts.faststream import faststream_dlq_layout, faststream_layout
 from pillarbox.layouts.inbox_tables import inbox_layout
-from pillarbox.layouts.layout import Delete, Feature, Layout, Lease, Move, Order, Update
+from pillarbox.layouts.layout import Delete, Feature, Layout, Lease, Move, Order, Update, Variant
 from pillarbox.layouts.omnibox import (
     omnibox_inbox_layout,
     omnibox_inbox_partitioned_layout,
@@ -23,6 +23,7 @@ from pillarbox.layouts.omnibox import (
 from pillarbox.layouts.openoutbox import openoutbox_layout
 from pillarbox.layouts.pillarbox import pillarbox_layout, pillarbox_partitioned_layout
 from pillarbox.layouts.sqloutbox import sqloutbox_layout
+from pillarbox.urls import mask_url
 
 __all__ = [
     "Delete",
@@ -32,6 +33,7 @@ __all__ = [
     "Move",
     "Order",
     "Update",
+    "Variant",
     "check_database",
     "declare_layout",
     "get_layout",
@@ -70,7 +72,7 @@ def get_layout(layout: str | Layout) -> Layout:
     if make is None:
         near = get_close_matches(str(layout), _LAYOUTS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise LayoutError(f"Layout: expected one of {', '.join(layout_names())}; got {layout!r}.{hint}")
+        raise LayoutError(f"Layout: expected one of {', '.join(layout_names())}; got {mask_url(layout)!r}.{hint}")
     return make()
 
 

@@ -18,17 +18,20 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from pillarbox.layouts.plain import OwnType
 
-class Timestamp(TypeDecorator[datetime]):
+
+class Timestamp(OwnType, TypeDecorator[datetime]):
     """An aware UTC datetime on every database, to the microsecond."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
 
+    def plain(self, dialect: Dialect) -> TypeEngine[Any]:
+        return mysql.DATETIME(fsp=6) if dialect.name in ("mysql", "mariadb") else sa.DateTime(timezone=True)
+
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        if dialect.name in ("mysql", "mariadb"):
-            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
-        return dialect.type_descriptor(sa.DateTime(timezone=True))
+        return dialect.type_descriptor(self.plain(dialect))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         if value is None or dialect.name == "postgresql":
@@ -39,18 +42,21 @@ class Timestamp(TypeDecorator[datetime]):
         return value if value is None or value.tzinfo else value.replace(tzinfo=UTC)
 
 
-class UuidText(TypeDecorator[UUID]):
+class UuidText(OwnType, TypeDecorator[UUID]):
     """A UUID: native on PostgreSQL, 36 characters elsewhere, so that people can read it."""
 
     impl = sa.CHAR(36)
     cache_ok = True
 
-    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+    def plain(self, dialect: Dialect) -> TypeEngine[Any]:
         if dialect.name == "postgresql":
-            return dialect.type_descriptor(postgresql.UUID(as_uuid=True))
+            return postgresql.UUID(as_uuid=True)
         if dialect.name in ("mysql", "mariadb"):
-            return dialect.type_descriptor(mysql.CHAR(36, charset="ascii", collation="ascii_bin"))
-        return dialect.type_descriptor(sa.CHAR(36))
+            return mysql.CHAR(36, charset="ascii", collation="ascii_bin")
+        return sa.CHAR(36)
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        return dialect.type_descriptor(self.plain(dialect))
 
     def process_bind_param(self, value: UUID | None, dialect: Dialect) -> Any:
         return value if value is None or dialect.name == "postgresql" else str(value)
@@ -59,14 +65,17 @@ class UuidText(TypeDecorator[UUID]):
         return value if value is None or isinstance(value, UUID) else UUID(value)
 
 
-class ExactVarchar(mysql.VARCHAR):
+class ExactVarchar(OwnType, mysql.VARCHAR):
     """VARCHAR that compares byte by byte: the default takes 'a' and 'A' for one key, utf8mb4_bin 'a' and 'a '."""
+
+    def plain(self, dialect: Any) -> TypeEngine[Any]:
+        collation = "utf8mb4_nopad_bin" if dialect.is_mariadb else "utf8mb4_0900_bin"
+        return mysql.VARCHAR(self.length, charset="utf8mb4", collation=collation)
 
 
 @compiles(ExactVarchar, "mysql", "mariadb")
 def _exact_varchar(type_: ExactVarchar, compiler: Any, **kw: Any) -> str:
-    collation = "utf8mb4_nopad_bin" if compiler.dialect.is_mariadb else "utf8mb4_0900_bin"
-    return f"VARCHAR({type_.length}) CHARACTER SET utf8mb4 COLLATE {collation}"
+    return str(compiler.process(type_.plain(compiler.dialect), **kw))
 
 
 def text_type(length: int) -> TypeEngine[str]:
@@ -83,20 +92,8 @@ def payload_type() -> TypeEngine[bytes]:
     return sa.LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb")
 
 
-class Jsonb(postgresql.JSONB[Any]):
-    """JSONB whose None is NULL, and which a migration can write down as it is."""
-
-    cache_ok = True
-
-    def __init__(self) -> None:
-        super().__init__(none_as_null=True)
-
-    def __repr__(self) -> str:
-        return "Jsonb()"
-
-
 def json_type() -> TypeEngine[Any]:
-    return sa.JSON(none_as_null=True).with_variant(Jsonb(), "postgresql")
+    return sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
 
 
 def sequence_type() -> TypeEngine[int]:
@@ -110,6 +107,14 @@ class now(FunctionElement[datetime]):  # noqa: N801 - reads as the SQL function 
     inherit_cache = True
     type = Timestamp()
     name = "now"
+
+
+class row_now(FunctionElement[datetime]):  # noqa: N801
+    """`now()`, and on PostgreSQL a little later for each row of a statement: the rows of one put tell their order."""
+
+    inherit_cache = True
+    type = Timestamp()
+    name = "row_now"
 
 
 class later(FunctionElement[datetime]):  # noqa: N801
@@ -193,6 +198,16 @@ def _now_postgres(element: now, compiler: SQLCompiler, **kw: Any) -> str:
     return "statement_timestamp()"
 
 
+@compiles(row_now)
+def _row_now(element: row_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return compiler.process(now(), **kw)
+
+
+@compiles(row_now, "postgresql")
+def _row_now_postgres(element: row_now, compiler: SQLCompiler, **kw: Any) -> str:
+    return "clock_timestamp()"
+
+
 @compiles(now, "mysql")
 @compiles(now, "mariadb")
 def _now_mysql(element: now, compiler: SQLCompiler, **kw: Any) -> str:
@@ -226,7 +241,9 @@ def _later_sqlite(element: later, compiler: SQLCompiler, **kw: Any) -> str:
 
 @compiles(seconds_until, "postgresql")
 def _until_postgres(element: seconds_until, compiler: SQLCompiler, **kw: Any) -> str:
-    return f"CAST(EXTRACT(EPOCH FROM {compiler.process(element.clauses, **kw)} - statement_timestamp()) AS FLOAT8)"
+    # Not of their difference: there is none of an infinite time.
+    time = compiler.process(element.clauses, **kw)
+    return f"CAST(EXTRACT(EPOCH FROM {time}) - EXTRACT(EPOCH FROM statement_timestamp()) AS FLOAT8)"
 
 
 @compiles(seconds_until, "mysql")

@@ -41,6 +41,7 @@ def debezium_layout(*optional: str) -> Layout:
         declare=tables.declare_with(*optional),
         rows=("id",),
         fields=fields,
+        message="debezium",
         carried=header_names({**fields, "aggregate_id": "aggregateid"}) if "headers" in optional else {},
         fallbacks={"topic": _topic, "aggregate_id": lambda event, row: event.key, **JSON_PAYLOAD},
         put=lambda due: {"timestamp": utc_now()} if "timestamp" in optional else {},

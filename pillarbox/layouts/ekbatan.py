@@ -8,7 +8,6 @@ each event and recipient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -63,11 +62,12 @@ def ekbatan_layout() -> Layout:
         schema=tables.SCHEMA,
         databases=_DATABASES,
         declare=tables.declare_base,
+        told={"modelId": "key", "modelName": "aggregate_type"},
     )
 
 
 def make_log_layout(**place: Any) -> Layout:
-    """An event log of these columns: what it is called, where its tables are and how they are declared."""
+    """An event log of these columns: what it is called, where its tables are, how they are declared, what it tells."""
     return Layout(
         **place,
         rows=("id",),
@@ -101,15 +101,9 @@ def ekbatan_notifications_layout() -> Layout:
         table=tables.TABLE,
         schema=tables.SCHEMA,
         databases=_DATABASES,
-        declare=_declare_notifications,
+        declare=tables.declare_notifications,
+        variants=tables.NOTIFICATION_VARIANTS,
     )
-
-
-def _declare_notifications(
-    metadata: sa.MetaData, table: str = tables.TABLE, schema: str | None = None
-) -> Mapping[str, sa.Table]:
-    found = tables.declare_with_handlers(metadata, tables.events_name(table), schema)
-    return {"outbox": found["notifications"], "events": found["outbox"]}
 
 
 def _ended(state: str, given: Any) -> dict[str, Any]:

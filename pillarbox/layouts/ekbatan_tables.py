@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
@@ -18,6 +19,7 @@ from sqlalchemy.orm import Mapped
 
 from pillarbox.layouts.clock import json_type
 from pillarbox.layouts.foreign import NativeUuid, UtcTimestamp
+from pillarbox.layouts.layout import Variant
 from pillarbox.layouts.mixin import Mixin
 from pillarbox.layouts.naming import check_identifier, find_table, index_name
 from pillarbox.layouts.side import SideMixin, declare_side, side_columns
@@ -73,11 +75,11 @@ def _action_index(table: str) -> sa.Index:
     return sa.Index(index_name(f"idx_{table}_action_id", _DIALECTS), "action_id")
 
 
-def _variants(name: str, *columns: str, flag: str, where: str) -> list[sa.Index]:
+def _variants(name: str, *columns: str, flag: str | None, where: str) -> list[sa.Index]:
     given = index_name(name, _DIALECTS)
     return [
         only_on(sa.Index(given, *columns, postgresql_where=sa.text(where)), "postgresql"),
-        only_on(sa.Index(given, flag, *columns), "mysql", "mariadb"),
+        only_on(sa.Index(given, *([flag] if flag else ()), *columns), "mysql", "mariadb"),
     ]
 
 
@@ -86,9 +88,9 @@ def _undelivered_indexes(table: str) -> list[sa.Index]:
     return _variants(f"{table}_undelivered", "event_type", "event_date", flag="delivered", where=where)
 
 
-def _notification_args(table: str) -> list[Any]:
+def _notification_args(table: str, is_migrated: bool = False) -> list[Any]:
     where = "state IN ('PENDING', 'FAILED')"
-    indexes = _variants(f"{table}_due", "next_retry_at", flag="state", where=where)
+    indexes = _variants(f"{table}_due", "next_retry_at", flag=None if is_migrated else "state", where=where)
     return [sa.UniqueConstraint("event_id", "handler_name"), *indexes]
 
 
@@ -126,15 +128,16 @@ def declare_base(metadata: sa.MetaData, table: str = TABLE, schema: str | None =
 
 
 def declare_with_handlers(
-    metadata: sa.MetaData, table: str = TABLE, schema: str | None = None
+    metadata: sa.MetaData, table: str = TABLE, schema: str | None = None, *, is_migrated: bool = False
 ) -> Mapping[str, sa.Table]:
     """Declare the event table with the index for fan-out, and the table of notifications.
 
-    On a `MetaData` that has the event table already, the index and the notifications are added to it.
+    On a `MetaData` that has the event table already, the index and the notifications are added to it. `is_migrated`:
+    as the migrations of release 1.0.1 make it, whose index of due rows has no state on MySQL and MariaDB.
     """
     schema = _schema_of(metadata, schema)
     name = notifications_name(table)
-    undelivered, own = _undelivered_indexes(table), _notification_args(name)
+    undelivered, own = _undelivered_indexes(table), _notification_args(name, is_migrated)
     outbox = _declare_events(metadata, table, schema)
     if undelivered[0].name not in {index.name for index in outbox.indexes}:
         for index in undelivered:
@@ -143,6 +146,25 @@ def declare_with_handlers(
     if notifications is None:
         notifications = sa.Table(name, metadata, *notification_columns(), *own, schema=schema)
     return {"outbox": outbox, "notifications": notifications}
+
+
+def declare_notifications(
+    metadata: sa.MetaData, table: str = TABLE, schema: str | None = None, *, is_migrated: bool = False
+) -> Mapping[str, sa.Table]:
+    """The same tables as relays of notifications see them: `outbox` is the table of notifications, beside `events`."""
+    found = declare_with_handlers(metadata, events_name(table), schema, is_migrated=is_migrated)
+    return {"outbox": found["notifications"], "events": found["outbox"]}
+
+
+NOTIFICATION_VARIANTS: Final = (
+    Variant("page", "the DDL of Ekbatan's page", declare_notifications),
+    Variant(
+        "1.0.1",
+        "the migrations of Ekbatan 1.0.1; on PostgreSQL the same",
+        partial(declare_notifications, is_migrated=True),
+        better="page",
+    ),
+)
 
 
 class _EkbatanMixin(Mixin):

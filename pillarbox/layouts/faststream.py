@@ -18,7 +18,7 @@ from uuid import UUID, uuid5
 import sqlalchemy as sa
 
 from pillarbox.layouts import faststream_tables as tables
-from pillarbox.layouts.clock import later, now
+from pillarbox.layouts.clock import later, now, row_now
 from pillarbox.layouts.layout import Counts, Delete, Feature, Grave, Layout, Lease, Move, Scope, Update, Wait
 from pillarbox.layouts.shared import RAW_PAYLOAD, from_topic, header_names
 
@@ -34,6 +34,14 @@ _FIELDS: Final = {
     "created_at": "created_at",
 }
 _NEVER: Final = sa.literal_column("TIMESTAMPTZ '9999-12-31 00:00:00+00'", sa.DateTime(timezone=True))
+
+
+_LAST: Final = sa.literal_column("TIMESTAMPTZ '9999-12-29 00:00:00+00'", sa.DateTime(timezone=True))
+
+
+def _alive(due: Any) -> Any:
+    # A row that is due at the end of time is a dead one.
+    return sa.func.least(due, _LAST)
 
 
 def _id_of_row(event: Any, row: Any) -> UUID:
@@ -65,7 +73,12 @@ def _tried(c: Any, given: Any) -> dict[str, Any]:
 
 
 def _put(due: Any) -> dict[str, Any]:
-    return {"created_at": now(), "next_attempt_at": now() if due is None else due}
+    return {
+        "attempts_count": 0,
+        "deliveries_count": 0,
+        "created_at": now(),
+        "next_attempt_at": row_now() if due is None else _alive(due),
+    }
 
 
 def _layout(name: str, declare: Any, **fate: Any) -> Layout:
@@ -74,11 +87,15 @@ def _layout(name: str, declare: Any, **fate: Any) -> Layout:
         table=tables.TABLE,
         databases=frozenset({"postgresql"}),
         declare=declare,
+        variants=tables.variants_of(declare),
         rows=("id",),
         fields=_FIELDS,
+        message="faststream",
         dedup_within="queue",
         carried=header_names(_FIELDS, id="pillarbox-id", correlation_id="correlation_id"),
         fallbacks={"id": _id_of_row, "type": from_topic, **RAW_PAYLOAD},
+        # Its relay passes headers on to brokers as text.
+        has_text_headers=True,
         put=_put,
         channel=lambda table: f"outbox_{table.name}",
         attempts="attempts_count",
@@ -107,7 +124,7 @@ def _layout(name: str, declare: Any, **fate: Any) -> Layout:
         retry=Update(lambda c, given: {**_tried(c, given), "next_attempt_at": later(given.delay)}),
         release=Update(lambda c, given: {"acquired_at": None, "acquired_token": None}),
         cancellable=_is_live,
-        reschedule=Update(lambda c, given: {"next_attempt_at": given.due}),
+        reschedule=Update(lambda c, given: {"next_attempt_at": _alive(given.due)}),
         counts=Counts(
             new=lambda c: _is_free(c) & (c.attempts_count == 0) & (c.next_attempt_at <= now()),
             retrying=lambda c: _is_live(c) & (c.attempts_count > 0),
@@ -153,5 +170,13 @@ def faststream_dlq_layout() -> Layout:
             },
         ),
         grave=Grave("dead", "id", "failed_at", "last_exception", "deliveries_count", origin="original_id"),
-        redrive=Move("outbox", lambda c, given: {"id": c.original_id, "next_attempt_at": now(), "deliveries_count": 0}),
+        redrive=Move(
+            "outbox",
+            lambda c, given: {
+                "id": c.original_id,
+                "next_attempt_at": now(),
+                "attempts_count": 0,
+                "deliveries_count": 0,
+            },
+        ),
     )

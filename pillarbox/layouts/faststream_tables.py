@@ -1,24 +1,29 @@
-"""The tables of faststream-outbox, in the form of its 0.13 releases, on PostgreSQL.
+"""The tables of faststream-outbox on PostgreSQL, in the form of its 0.13 releases unless a later one is asked for.
 
 The dead-letter table is an addition of its own: an outbox that gets one later is not altered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
 from uuid import UUID
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped
 
+from pillarbox.layouts.layout import Variant
 from pillarbox.layouts.mixin import Mixin
 from pillarbox.layouts.naming import check_identifier, find_table, index_name, named_check
 
 TABLE: Final = "outbox"
 _DIALECTS: Final = ("postgresql",)
+
+_Release = Literal["0.13", "0.15", "0.17"]
+"""A release that changed the indexes; those after it are like it."""
 
 
 def outbox_columns() -> list[sa.Column[Any]]:
@@ -67,11 +72,17 @@ def _partial(table: str, suffix: str, *columns: Any, where: str, unique: bool = 
     return sa.Index(name, *columns, unique=unique, postgresql_where=sa.text(where))
 
 
-def _outbox_indexes(table: str, c: Any) -> list[sa.Index]:
+def _outbox_indexes(table: str, release: _Release = "0.13") -> list[sa.Index]:
+    free, leased = "acquired_token IS NULL", "acquired_token IS NOT NULL"
+    due = ("queue", "next_attempt_at") if release == "0.13" else ("queue", "next_attempt_at", "id")
+    if release == "0.17":
+        leases = _partial(table, "leased_idx", *due, where=leased)
+    else:
+        leases = _partial(table, "lease_idx", "queue", "acquired_at", where=leased)
     return [
-        _partial(table, "pending_idx", c["queue"], c["next_attempt_at"], where="acquired_token IS NULL"),
-        _partial(table, "lease_idx", c["queue"], c["acquired_at"], where="acquired_token IS NOT NULL"),
-        _partial(table, "timer_id_uq", c["queue"], c["timer_id"], where="timer_id IS NOT NULL", unique=True),
+        _partial(table, "pending_idx", *due, where=free),
+        leases,
+        _partial(table, "timer_id_uq", "queue", "timer_id", where="timer_id IS NOT NULL", unique=True),
     ]
 
 
@@ -79,27 +90,40 @@ def _dlq_indexes(table: str, c: Any) -> list[sa.Index]:
     return [sa.Index(index_name(f"{table}_queue_failed_idx", _DIALECTS), c["queue"], c["failed_at"])]
 
 
-def declare_outbox(metadata: sa.MetaData, table: str = TABLE, schema: str | None = None) -> Mapping[str, sa.Table]:
+def declare_outbox(
+    metadata: sa.MetaData, table: str = TABLE, schema: str | None = None, *, release: _Release = "0.13"
+) -> Mapping[str, sa.Table]:
     """Declare the outbox alone."""
     outbox = find_table(metadata, table, schema, outbox_columns())
     if outbox is None:
         # The other system's wake-up channel is named after the table too.
         check_identifier(f"outbox_{table}", _DIALECTS)
         check = _lease_check(table, metadata)
-        indexes = _outbox_indexes(table, {column.name: column.name for column in outbox_columns()})
+        indexes = _outbox_indexes(table, release)
         outbox = sa.Table(table, metadata, *outbox_columns(), check, *indexes, schema=schema)
     return {"outbox": outbox}
 
 
-def declare_with_dlq(metadata: sa.MetaData, table: str = TABLE, schema: str | None = None) -> Mapping[str, sa.Table]:
+def declare_with_dlq(
+    metadata: sa.MetaData, table: str = TABLE, schema: str | None = None, *, release: _Release = "0.13"
+) -> Mapping[str, sa.Table]:
     """Declare the outbox and its dead-letter table `…_dlq`."""
     name = f"{table}_dlq"
     indexes = _dlq_indexes(name, {"queue": "queue", "failed_at": "failed_at"})
-    tables = declare_outbox(metadata, table, schema)
+    tables = declare_outbox(metadata, table, schema, release=release)
     dead = find_table(metadata, name, schema, dlq_columns())
     if dead is None:
         dead = sa.Table(name, metadata, *dlq_columns(), *indexes, schema=schema)
     return {**tables, "dead": dead}
+
+
+def variants_of(declare: Callable[..., Mapping[str, sa.Table]]) -> tuple[Variant, ...]:
+    """The spellings of the tables that one of the functions above declares."""
+    return (
+        Variant("0.13", "faststream-outbox 0.13 and 0.14", declare),
+        Variant("0.15", "faststream-outbox 0.15 and 0.16", partial(declare, release="0.15")),
+        Variant("0.17", "faststream-outbox 0.17 to 0.19", partial(declare, release="0.17")),
+    )
 
 
 class FastStreamOutboxMixin(Mixin, columns=outbox_columns()):
@@ -122,8 +146,7 @@ class FastStreamOutboxMixin(Mixin, columns=outbox_columns()):
 
     @classmethod
     def _layout_args(cls, table: str) -> tuple[list[Any], dict[str, Any]]:
-        names = {column.name: column.name for column in outbox_columns()}
-        return [_lease_check(table, cls.metadata), *_outbox_indexes(table, names)], {}  # type: ignore[attr-defined]
+        return [_lease_check(table, cls.metadata), *_outbox_indexes(table)], {}  # type: ignore[attr-defined]
 
 
 class FastStreamDlqMixin(Mixin, columns=dlq_columns()):

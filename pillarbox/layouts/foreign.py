@@ -12,8 +12,10 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from pillarbox.layouts.plain import OwnType
 
-class UtcTimestamp(TypeDecorator[datetime]):
+
+class UtcTimestamp(OwnType, TypeDecorator[datetime]):
     """An aware UTC datetime in a column without a zone, to the microsecond.
 
     PostgreSQL's own clock has a zone: write `now() AT TIME ZONE 'UTC'` into such a column, as an assignment would
@@ -23,10 +25,11 @@ class UtcTimestamp(TypeDecorator[datetime]):
     impl = sa.DateTime(timezone=False)
     cache_ok = True
 
+    def plain(self, dialect: Dialect) -> TypeEngine[Any]:
+        return mysql.DATETIME(fsp=6) if dialect.name in ("mysql", "mariadb") else sa.DateTime(timezone=False)
+
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        if dialect.name in ("mysql", "mariadb"):
-            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
-        return dialect.type_descriptor(sa.DateTime(timezone=False))
+        return dialect.type_descriptor(self.plain(dialect))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         # What the driver read from such a column goes back as it is: it has no zone and is UTC.
@@ -45,11 +48,18 @@ def _server_uuid(type_: _ServerUuid, compiler: Any, **kw: Any) -> str:
     return "UUID" if compiler.dialect.is_mariadb else "CHAR(36) CHARACTER SET ascii"
 
 
-class NativeUuid(TypeDecorator[UUID]):
+class NativeUuid(OwnType, TypeDecorator[UUID]):
     """A UUID in the type that the database has for it; 36 characters where it has none."""
 
     impl = sa.CHAR(36)
     cache_ok = True
+
+    def plain(self, dialect: Any) -> TypeEngine[Any]:
+        if dialect.name == "postgresql":
+            return postgresql.UUID(as_uuid=True)
+        if dialect.name in ("mysql", "mariadb"):
+            return sa.UUID() if dialect.is_mariadb else mysql.CHAR(36, charset="ascii")
+        return sa.CHAR(36)
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
         if dialect.name == "postgresql":

@@ -14,7 +14,7 @@ Three kinds of table are told apart by what the declaration has:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import sqlalchemy as sa
 from sqlalchemy.sql import ColumnElement
 
-from pillarbox.errors import Unsupported
+from pillarbox.errors import LayoutError, Unsupported
 
 Columns = Any
 """A table's or an alias's column collection."""
@@ -35,6 +35,9 @@ Write = Callable[[Columns, Columns], Values]
 The given columns of a settlement are `row_id`, `fence`, `attempt`, `delay` (seconds), `error` and `parks`. MariaDB and
 MySQL evaluate a SET from left to right: an expression must not read a column that the same write sets before it.
 """
+
+Declare = Callable[[sa.MetaData, str, str | None], Mapping[str, sa.Table]]
+"""Declares tables by role on a `MetaData`, under a name and in a schema."""
 
 DATABASES = frozenset({"postgresql", "mysql", "mariadb", "sqlite"})
 
@@ -190,6 +193,18 @@ class History:
     replay: Move
 
 
+@dataclass(frozen=True)
+class Variant:
+    """One true spelling of a layout's tables: that of a release, of a migration file or of a page."""
+
+    name: str
+    origin: str
+    """Where tables of this form come from, for people."""
+    declare: Declare
+    better: str | None = None
+    """The variant whose indexes are worth having too: what a table lacks of them is a hint and no drift."""
+
+
 Fallback = Callable[[Any, Any], Any]
 """A field's value from what else of the event was read, and from the row's identity."""
 
@@ -204,8 +219,10 @@ class Layout:
     schema: str | None = None
     """The schema that the table is in unless the user gives another."""
     databases: frozenset[str] = DATABASES
-    declare: Callable[[sa.MetaData, str, str | None], Mapping[str, sa.Table]]
+    declare: Declare
     """Declares the tables by role: `outbox`, and as the layout needs `dead`, `lanes`, `audit`, `state` and others."""
+    variants: tuple[Variant, ...] = ()
+    """The spellings that a check accepts where there are several; `declare` is that of the first."""
 
     # -- events and columns -------------------------------------------------------------------------------------------
 
@@ -213,18 +230,28 @@ class Layout:
     """The columns that identify a row; several when the table is partitioned."""
     fields: Mapping[str, str]
     """The column of each event field that the table has."""
+    message: str = "pillarbox"
+    """The form of the messages that the table's own publisher sends: what a relay's sink sends by default."""
     carried: Mapping[str, str] = field(default_factory=dict)
     """The header in which an event field travels for which the table has no column."""
     fallbacks: Mapping[str, Fallback] = field(default_factory=dict)
     """What a field is that neither a column nor a header gives."""
     extra: tuple[str, ...] = ()
     """Columns that are no fields of an event but that handlers want: a claim has their values by name."""
+    told: Mapping[str, str] = field(default_factory=dict)
+    """Event fields that the other system's handlers read from the payload, by their names there: a put adds those that
+    the payload, a JSON object, does not have."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What is written for an event field that is None, where the column does not take NULL."""
     check: Callable[[Any], None] | None = None
     """Refuses an event that the other system could not read, by raising `InvalidEvent`."""
     has_text_headers: bool = False
     """Whether the other system takes text for headers only."""
+    refuse_headers: Callable[[Mapping[str, Any]], str | None] | None = None
+    """Says what is wrong with headers that the other system could not read, as they are written: with the fields that
+    travel there."""
+    furthest: timedelta | None = None
+    """How long after its creation a row may be due; the other system cannot read one that is due later."""
     put: Callable[[ColumnElement[Any] | None], Values] | None
     """The life cycle's columns of a new row, from the expression of its due time if it has one. None: the table's rows
     are written by the other system only."""
@@ -249,6 +276,9 @@ class Layout:
     """Rows that a claim may take now."""
     order_by: tuple[str, ...]
     """The order of claims."""
+    indexed: tuple[str, ...] = ()
+    """The first columns of that order, where PostgreSQL's index has no more of them: it is walked by these alone, as
+    sorting rows that are alike in them costs as much as there are such rows. Not where the ids tell the order."""
     scope: Scope | None = None
     recipient: str | None = None
     """The column that says which sink a row is for."""
@@ -268,6 +298,8 @@ class Layout:
     they cannot be moved into the history."""
     history: History | None = None
     retry: Update
+    longest_delay: timedelta = timedelta(days=3650)
+    """The most by which a retry may be put off: further ahead the other system would not read the row."""
     dead: Move | Update
     grave: Grave
     release: Update
@@ -282,6 +314,15 @@ class Layout:
     @property
     def row(self) -> str:
         return self.rows[0]
+
+    def as_variant(self, name: str) -> Layout:
+        """This layout with the tables of one variant; no other is accepted then."""
+        for variant in self.variants:
+            if variant.name == name:
+                return replace(self, declare=variant.declare, variants=(variant,))
+        known = ", ".join(variant.name for variant in self.variants)
+        expected = f"expected variant {known}" if known else "it has no variants"
+        raise LayoutError(f"Layout {self.name!r}: {expected}; got {name!r}")
 
     @property
     def keyed(self) -> Order:

@@ -11,17 +11,29 @@ failed and not stranded. `updated_at` moves with every change. Order is that of 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any, Final
 
+import orjson
 import sqlalchemy as sa
 
 from pillarbox.errors import InvalidEvent
 from pillarbox.layouts import omnibox_tables as tables
-from pillarbox.layouts.clock import later, now
+from pillarbox.layouts.clock import later, now, row_now
 from pillarbox.layouts.layout import Counts, Feature, Grave, Layout, Lease, Update, Wait
-from pillarbox.layouts.shared import JSON_PAYLOAD, check_object, from_topic, from_type, header_names, literal
+from pillarbox.layouts.shared import (
+    JSON_PAYLOAD,
+    check_object,
+    from_topic,
+    from_type,
+    has_zero,
+    header_names,
+    literal,
+)
 
 MAX_ERROR: Final = 2000
 MAX_ATTEMPTS: Final = 6
@@ -31,6 +43,9 @@ MAX_PAYLOAD: Final = 1_000_000
 MAX_HEADERS: Final = 100
 MAX_NAME: Final = 64
 MAX_VALUE: Final = 512
+# Where a number may have more than 64 bits: the rest is not worth looking at twice.
+_LARGE_NUMBER: Final = re.compile(rb"[0-9]{19}|[0-9][eE]")
+_DIGITS: Final = 308
 
 _COMMON: Final = {
     "id": "id",
@@ -53,7 +68,13 @@ _OUTBOX: Final = {
     "aggregate_id": "aggregate_id",
 }
 _INBOX: Final = {**_COMMON, "source": "source"}
+_TEXTS: Final = (
+    *("type", "topic", "key", "aggregate_type", "dedup_key", "schema_version", "correlation_id", "causation_id"),
+    *("trace_id", "source"),
+)
 
+# In hours: a year of days is an hour longer where the session's clocks are changed in between.
+_FURTHEST: Final = sa.literal_column(f"INTERVAL '{MAX_AHEAD // timedelta(hours=1)} hours'", sa.Interval())
 _PENDING: Final = literal("pending")
 _COMPLETED: Final = literal("completed")
 _FAILED: Final = literal("failed")
@@ -81,49 +102,98 @@ def _fail(c: Any, given: Any) -> dict[str, Any]:
     return _unlocked(
         status=sa.case((is_last, _FAILED), else_=_PENDING),
         attempts_made=sa.func.least(given.attempt, c.max_attempts),
-        scheduled_at=later(given.delay),
+        scheduled_at=_readable(c, later(given.delay)),
         last_error=_cut(given.error),
     )
+
+
+def _readable(c: Any, due: Any) -> Any:
+    """A time that omni-box can read in this row."""
+    return sa.func.least(due, c.created_at + _FURTHEST)
 
 
 def _put(due: Any) -> dict[str, Any]:
     # The columns' own defaults are off by the session's distance from UTC.
     return {
+        # Tables that omni-box's models made have no defaults for these.
         "status": "pending",
-        # omni-box cannot read a row that is due long before it was put.
-        "scheduled_at": now() if due is None else sa.func.greatest(due, now()),
+        "attempts_made": 0,
+        # omni-box cannot read a row that is due long before it was put, or too long after.
+        "scheduled_at": row_now() if due is None else sa.func.least(sa.func.greatest(due, now()), now() + _FURTHEST),
         "created_at": now(),
         "updated_at": now(),
     }
 
 
-def _check(name: str) -> Callable[[Any], None]:
+def _check(name: str, is_inbox: bool) -> Callable[[Any], None]:
     """What omni-box itself cannot read, it stops at."""
+    texts = [field for field in (_INBOX if is_inbox else _OUTBOX) if field in _TEXTS]
 
     def check(event: Any) -> None:
         check_object(event, layout=name, is_empty_allowed=False)
-        if len(event.payload) > MAX_PAYLOAD:
-            raise _refuse(event, name, f"a payload of at most {MAX_PAYLOAD} bytes", len(event.payload))
+        size = _measure(event, name)
+        if size > MAX_PAYLOAD:
+            raise _refuse(event, name, f"a payload of at most {MAX_PAYLOAD} bytes", size)
+        if has_zero(event.payload):
+            raise _refuse(event, name, "a payload without zero characters, which JSONB cannot hold", "one")
         due = event.due_at - datetime.now(UTC) if event.due_at is not None else event.delay
         if due is not None and due > MAX_AHEAD:
             raise _refuse(event, name, f"an event that is due at most {MAX_AHEAD.days} days ahead", due)
-        _check_headers(event, name)
+        for field in texts:
+            text = getattr(event, field)
+            if text is not None and (not text or text != text.strip()):
+                raise _refuse(event, name, f"text without blanks at its ends for {field}", repr(text))
 
     return check
 
 
-def _check_headers(event: Any, layout: str) -> None:
-    if len(event.headers) > MAX_HEADERS:
-        raise _refuse(event, layout, f"at most {MAX_HEADERS} headers", len(event.headers))
+def _measure(event: Any, layout: str) -> int:
+    """The size of a payload, or of what omni-box reads of it where that may be larger."""
+    if _LARGE_NUMBER.search(event.payload) is None:
+        return len(event.payload)
+    try:
+        read = orjson.dumps(json.loads(event.payload, parse_float=_as_stored))
+    except (TypeError, ValueError):
+        raise _refuse(event, layout, "a payload whose whole numbers have at most 64 bits", "a larger one") from None
+    return max(len(event.payload), len(read))
+
+
+def _as_stored(text: str) -> float:
+    """A number as JSONB returns it: without digits behind the point it is written as a whole one."""
+    number = Decimal(text)
+    exponent = number.as_tuple().exponent
+    if number.adjusted() >= _DIGITS or not isinstance(exponent, int):
+        raise ValueError(text)
+    return int(number) if exponent >= 0 else float(number)
+
+
+def _refuse_headers(headers: Mapping[str, Any]) -> str | None:
+    if len(headers) > MAX_HEADERS:
+        ours = sum(name.startswith("pillarbox-") for name in headers)
+        extra = f", {ours} of them for what has no column" if ours else ""
+        return f"expects at most {MAX_HEADERS} headers, got {len(headers)}{extra}"
     seen: set[str] = set()
-    for name, value in event.headers.items():
-        if len(name) > MAX_NAME:
-            raise _refuse(event, layout, f"headers with names of at most {MAX_NAME} characters", repr(name))
-        if len(value) > MAX_VALUE:
-            raise _refuse(event, layout, f"headers with values of at most {MAX_VALUE} characters", repr(value[:80]))
+    for name, value in headers.items():
+        wrong = _refuse_text("names", name, MAX_NAME) or _refuse_text("values", value, MAX_VALUE, f" for {name!r}")
+        if wrong is not None:
+            return wrong
         if name.lower() in seen:
-            raise _refuse(event, layout, "headers that differ not only in capitals", f"{name.lower()!r} twice")
+            return f"expects headers that differ not only in capitals, got {name.lower()!r} twice"
         seen.add(name.lower())
+    return None
+
+
+def _refuse_text(what: str, text: str, most: int, where: str = "") -> str | None:
+    allowed = "\t" if what == "values" else ""
+    if not text or text != text.strip():
+        expected = "that are not blank and have no blanks at their ends"
+    elif len(text) > most:
+        expected = f"of at most {most} characters"
+    elif any((ord(each) < 32 or ord(each) == 127) and each not in allowed for each in text):
+        expected = "without control characters"
+    else:
+        return None
+    return f"expects headers with {what} {expected}, got {text[:80]!r}{where}"
 
 
 def _refuse(event: Any, layout: str, expected: str, got: Any) -> InvalidEvent:
@@ -145,22 +215,28 @@ def _layout(
         table=table,
         databases=frozenset({"postgresql"}),
         declare=declare,
+        variants=tables.variants_of(declare),
         rows=("id", "created_at") if is_partitioned else ("id",),
         fields=fields,
+        message="pillarbox" if is_inbox else "omnibox",
         # An inbox has no column for the topic: its source is whatever the consumer says that it is.
         carried=header_names(fields, **({"topic": "pillarbox-topic"} if is_inbox else {})),
         fallbacks=fallbacks,
         absent={"max_attempts": MAX_ATTEMPTS},
-        check=_check(name),
+        check=_check(name, is_inbox),
         has_text_headers=True,
+        refuse_headers=_refuse_headers,
+        furthest=MAX_AHEAD,
         put=None if is_inbox else _put,
         is_locked_at_put=is_partitioned,
         attempts="attempts_made",
         created="created_at",
+        longest_delay=timedelta(days=364),
         error="last_error",
         delivered_at="completed_at",
         ready=lambda c: _is_free(c) & (c.scheduled_at <= now()),
         order_by=("scheduled_at", "created_at", "id"),
+        indexed=("scheduled_at",),
         recipient="consumer_group" if is_inbox else None,
         waits=(
             Wait("scheduled_at", lambda c: _is_free(c) & (c.scheduled_at > now())),
@@ -184,10 +260,14 @@ def _layout(
         grave=Grave("outbox", "id", "updated_at", "last_error", "attempts_made", lambda c: c.status == _FAILED),
         release=Update(lambda c, given: _unlocked()),
         redrive=Update(
-            lambda c, given: _unlocked(status="pending", attempts_made=0, last_error=None, scheduled_at=now())
+            lambda c, given: _unlocked(
+                status="pending", attempts_made=0, last_error=None, scheduled_at=_readable(c, now())
+            )
         ),
         replay=Update(
-            lambda c, given: _unlocked(status="pending", attempts_made=0, completed_at=None, scheduled_at=now())
+            lambda c, given: _unlocked(
+                status="pending", attempts_made=0, completed_at=None, scheduled_at=_readable(c, now())
+            )
         ),
         cancellable=lambda c: (c.status == _PENDING) & c.locked_at.is_(None),
         reschedule=Update(

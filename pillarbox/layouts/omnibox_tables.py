@@ -7,13 +7,16 @@ checks and indexes follow the table's name:
     inbox_events                idx_inbox_events_…      ck_inbox_events_…     idx_inbox_deduplication
     outbox_events_partitioned   idx_outbox_events_p_…   ck_outbox_events_p_…
 
+Its page and its models differ a little, and both are its tables: the page has defaults, and the models have two more
+indexes and another order of the partitioned tables' primary key.
 `created_at` and `updated_at` default to UTC's time of day read in the session's time zone: writers set them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from uuid import UUID
 
@@ -23,6 +26,7 @@ from sqlalchemy.orm import Mapped
 
 from pillarbox.errors import LayoutError
 from pillarbox.layouts.clock import Timestamp, UuidText
+from pillarbox.layouts.layout import Variant
 from pillarbox.layouts.mixin import Mixin
 from pillarbox.layouts.naming import check_identifier, find_table, index_name, named_check
 
@@ -34,6 +38,7 @@ INBOX_PARTITIONED: Final = "inbox_events_partitioned"
 DEDUP_COLUMNS: Final = ("message_id", "consumer_group")
 DEDUP_COLUMNS_PARTITIONED: Final = (*DEDUP_COLUMNS, "created_at")
 
+_OWN: Final = ("aggregate_type", "aggregate_id", "topic", "partition_key", *DEDUP_COLUMNS, "source")
 _DIALECTS: Final = ("postgresql",)
 _PARTITIONS: Final = {"postgresql_partition_by": "RANGE (created_at)"}
 
@@ -43,6 +48,7 @@ def _utc_now() -> sa.TextClause:
 
 
 def _columns(own: Sequence[sa.Column[Any]], is_partitioned: bool) -> list[sa.Column[Any]]:
+    # The order and the defaults of the page.
     return [
         sa.Column("id", UuidText(), primary_key=True),
         sa.Column("event_type", sa.String(100), nullable=False),
@@ -86,6 +92,17 @@ def inbox_columns(is_partitioned: bool = False) -> list[sa.Column[Any]]:
     return _columns(own, is_partitioned)
 
 
+def _as_modelled(columns: list[sa.Column[Any]], is_partitioned: bool) -> list[sa.Column[Any]]:
+    """The columns as the models make them: without defaults of the life cycle, their own columns last."""
+    named = {column.name: column for column in columns}
+    for name in ("status", "attempts_made", "max_attempts"):
+        named[name].server_default = None
+    first = ["created_at"] if is_partitioned else []
+    own = [name for name in _OWN if name in named]
+    rest = [name for name in named if name not in (*first, *own)]
+    return [named[name] for name in (*first, *rest, *own)]
+
+
 def _prefix(table: str, is_partitioned: bool) -> str:
     return f"{table.removesuffix('_partitioned')}_p" if is_partitioned else table
 
@@ -107,7 +124,7 @@ def _checks(table: str, metadata: sa.MetaData, is_partitioned: bool) -> list[sa.
     ]
 
 
-def _indexes(table: str, dedup: Sequence[str], is_partitioned: bool) -> list[sa.Index]:
+def _indexes(table: str, dedup: Sequence[str], is_partitioned: bool, is_modelled: bool = False) -> list[sa.Index]:
     # A unique index of a partitioned table must hold the column it is partitioned by.
     widened = ("created_at",) if is_partitioned else ()
     prefix = _prefix(table, is_partitioned)
@@ -137,6 +154,11 @@ def _indexes(table: str, dedup: Sequence[str], is_partitioned: bool) -> list[sa.
         base = prefix if is_partitioned else table.removesuffix("_events")
         name = index_name(f"idx_{base}_deduplication", _DIALECTS)
         indexes.append(sa.Index(name, *dedup, unique=True))
+        if is_modelled and is_partitioned:
+            indexes.append(index("message_consumer", *DEDUP_COLUMNS))
+    elif is_modelled:
+        key = ("topic", "partition_key", "created_at")
+        indexes.append(index("pending_key_order", *key, where="status = 'pending'"))
     return indexes
 
 
@@ -148,31 +170,57 @@ def _declare(
     columns: list[sa.Column[Any]],
     dedup: Sequence[str] = (),
     is_partitioned: bool = False,
+    is_modelled: bool = False,
 ) -> Mapping[str, sa.Table]:
     found = find_table(metadata, table, schema, columns)
     if found is None:
         check_identifier(table, _DIALECTS)
-        items = [*_checks(table, metadata, is_partitioned), *_indexes(table, dedup, is_partitioned)]
+        items = [*_checks(table, metadata, is_partitioned), *_indexes(table, dedup, is_partitioned, is_modelled)]
+        if is_modelled:
+            columns = _as_modelled(columns, is_partitioned)
         options: dict[str, Any] = _PARTITIONS if is_partitioned else {}
         found = sa.Table(table, metadata, *columns, *items, schema=schema, **options)
     return {"outbox": found}
 
 
-def declare_outbox(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
-    return _declare(metadata, table, schema, columns=outbox_columns())
+def declare_outbox(
+    metadata: sa.MetaData, table: str, schema: str | None, *, is_modelled: bool = False
+) -> Mapping[str, sa.Table]:
+    return _declare(metadata, table, schema, columns=outbox_columns(), is_modelled=is_modelled)
 
 
-def declare_inbox(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
-    return _declare(metadata, table, schema, columns=inbox_columns(), dedup=DEDUP_COLUMNS)
+def declare_inbox(
+    metadata: sa.MetaData, table: str, schema: str | None, *, is_modelled: bool = False
+) -> Mapping[str, sa.Table]:
+    return _declare(metadata, table, schema, columns=inbox_columns(), dedup=DEDUP_COLUMNS, is_modelled=is_modelled)
 
 
-def declare_outbox_partitioned(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
-    return _declare(metadata, table, schema, columns=outbox_columns(True), is_partitioned=True)
+def declare_outbox_partitioned(
+    metadata: sa.MetaData, table: str, schema: str | None, *, is_modelled: bool = False
+) -> Mapping[str, sa.Table]:
+    columns = outbox_columns(True)
+    return _declare(metadata, table, schema, columns=columns, is_partitioned=True, is_modelled=is_modelled)
 
 
-def declare_inbox_partitioned(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
+def declare_inbox_partitioned(
+    metadata: sa.MetaData, table: str, schema: str | None, *, is_modelled: bool = False
+) -> Mapping[str, sa.Table]:
     return _declare(
-        metadata, table, schema, columns=inbox_columns(True), dedup=DEDUP_COLUMNS_PARTITIONED, is_partitioned=True
+        metadata,
+        table,
+        schema,
+        columns=inbox_columns(True),
+        dedup=DEDUP_COLUMNS_PARTITIONED,
+        is_partitioned=True,
+        is_modelled=is_modelled,
+    )
+
+
+def variants_of(declare: Callable[..., Mapping[str, sa.Table]]) -> tuple[Variant, ...]:
+    """The spellings of a table that one of the functions above declares."""
+    return (
+        Variant("page", "the DDL of omni-box's page", declare),
+        Variant("0.3.1", "`create_all` of the models of omni-box 0.3.1", partial(declare, is_modelled=True)),
     )
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from pillarbox.layouts import openoutbox_tables as tables
-from pillarbox.layouts.clock import later, now
+from pillarbox.layouts.clock import later, now, row_now
 from pillarbox.layouts.layout import Counts, Feature, Grave, Layout, Lease, Update, Wait
 from pillarbox.layouts.shared import RAW_PAYLOAD, from_topic, header_names, literal
 
@@ -44,7 +44,7 @@ def _put(due: Any) -> dict[str, Any]:
     return {
         "status": "PENDING",
         "attempts": 0,
-        "available_at": now() if due is None else due,
+        "available_at": row_now() if due is None else due,
         "created_at": now(),
         "updated_at": now(),
     }
@@ -55,8 +55,10 @@ def openoutbox_layout() -> Layout:
         name="openoutbox",
         table=tables.TABLE,
         declare=tables.declare,
+        variants=tables.VARIANTS,
         rows=("event_id",),
         fields=_FIELDS,
+        message="openoutbox",
         carried=header_names(_FIELDS),
         fallbacks={"type": from_topic, **RAW_PAYLOAD},
         absent={"headers": "{}"},
@@ -68,6 +70,7 @@ def openoutbox_layout() -> Layout:
         delivered_at="delivered_at",
         ready=lambda c: (c.status == _PENDING) & (c.available_at <= now()),
         order_by=("available_at", "created_at", "event_id"),
+        indexed=("available_at", "created_at"),
         waits=(
             Wait("available_at", lambda c: (c.status == _PENDING) & (c.available_at > now())),
             Wait("locked_at", lambda c: c.status == _DELIVERING, plus_lease=True),

@@ -8,7 +8,7 @@ MariaDB, and a partial index becomes a full one that begins with the status. Nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from uuid import UUID
@@ -29,6 +29,7 @@ from pillarbox.layouts.clock import (
     now,
     payload_type,
 )
+from pillarbox.layouts.layout import Variant
 from pillarbox.layouts.mixin import Mixin
 from pillarbox.layouts.naming import ALL_DIALECTS, check_identifier, find_table, index_name, named_check
 from pillarbox.layouts.variants import only_on
@@ -37,12 +38,17 @@ TABLE: Final = "openoutbox_events"
 
 _STATUSES: Final = "status IN ('PENDING', 'DELIVERING', 'DELIVERED', 'DEAD')"
 
-# The name, its columns after a condition, and the status that the condition asks for.
-_INDEXES: Final = (
+_Spec = tuple[str, tuple[str, ...], str]
+"""An index: the name, its columns after a condition, and the status that the condition asks for."""
+
+_INDEXES: Final[tuple[_Spec, ...]] = (
     ("processing_queue", ("available_at", "created_at"), "PENDING"),
     ("stuck_leases", ("locked_at",), "DELIVERING"),
     ("metrics_count", ("status",), "PENDING"),
     ("metrics_lag", ("status", "created_at"), "PENDING"),
+)
+# Only pruning needs these; the relay's own files have them apart.
+_PRUNE_INDEXES: Final[tuple[_Spec, ...]] = (
     ("prune_delivered", ("delivered_at",), "DELIVERED"),
     ("prune_dead", ("updated_at",), "DEAD"),
 )
@@ -115,13 +121,13 @@ def outbox_columns() -> list[sa.Column[Any]]:
     ]
 
 
-def _items(table: str, metadata: sa.MetaData) -> list[Any]:
+def _items(table: str, metadata: sa.MetaData, specs: Sequence[_Spec] = (*_INDEXES, *_PRUNE_INDEXES)) -> list[Any]:
     check_identifier(table, ALL_DIALECTS)
     base = table.removesuffix("_events")
     # MySQL wants the name of a check to be unique in the database.
     name = "check_valid_status" if table == TABLE else f"check_{base}_valid_status"
     check = named_check(_STATUSES, name=name, short="valid_status", metadata=metadata, dialects=ALL_DIALECTS)
-    return [check, *(index for spec in _INDEXES for index in _variants(base, *spec))]
+    return [check, *(index for spec in specs for index in _variants(base, *spec))]
 
 
 def _variants(base: str, suffix: str, columns: tuple[str, ...], status: str) -> tuple[sa.Index, sa.Index]:
@@ -139,11 +145,25 @@ def _variants(base: str, suffix: str, columns: tuple[str, ...], status: str) -> 
 
 
 def declare(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
+    return _declare(metadata, table, schema, (*_INDEXES, *_PRUNE_INDEXES))
+
+
+def declare_without_maintenance(metadata: sa.MetaData, table: str, schema: str | None) -> Mapping[str, sa.Table]:
+    return _declare(metadata, table, schema, _INDEXES)
+
+
+def _declare(metadata: sa.MetaData, table: str, schema: str | None, specs: Sequence[_Spec]) -> Mapping[str, sa.Table]:
     columns = outbox_columns()
     found = find_table(metadata, table, schema, columns)
     if found is None:
-        found = sa.Table(table, metadata, *columns, *_items(table, metadata), schema=schema)
+        found = sa.Table(table, metadata, *columns, *_items(table, metadata, specs), schema=schema)
     return {"outbox": found}
+
+
+VARIANTS: Final = (
+    Variant("maintenance.sql", "the relay's `open-outbox.sql`, then its `maintenance.sql`", declare),
+    Variant("open-outbox.sql", "`open-outbox.sql` alone", declare_without_maintenance, better="maintenance.sql"),
+)
 
 
 class OpenOutboxMixin(Mixin, columns=outbox_columns()):

@@ -57,3 +57,17 @@ def check_object(event: Any, *, layout: str, is_empty_allowed: bool) -> None:
         raise InvalidEvent(
             f"Event {event.type!r} ({event.id}), payload: layout {layout!r} expects {kind}, got {event.payload[:80]!r}"
         )
+
+
+def has_zero(payload: bytes) -> bool:
+    """Whether a JSON payload has the character U+0000 in a text, which PostgreSQL cannot hold."""
+    # The escape may also be a backslash before plain text: only then is it worth looking for.
+    return b"\\u0000" in payload and _has_zero(orjson.loads(payload))
+
+
+def _has_zero(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, dict):
+        return any(_has_zero(name) or _has_zero(each) for name, each in value.items())
+    return isinstance(value, list) and any(map(_has_zero, value))

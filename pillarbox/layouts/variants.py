@@ -24,6 +24,11 @@ def only_on(index: sa.Index, *dialects: str) -> sa.Index:
     return index.ddl_if(callable_=is_wanted)
 
 
+def has_choice(index: sa.Index) -> bool:
+    """Whether an index exists on some databases only."""
+    return _KEY in index.info
+
+
 def indexes_on(table: sa.Table, dialect: str) -> list[sa.Index]:
     """The indexes that a table has on a database, by name."""
     wanted = [index for index in table.indexes if dialect in index.info.get(_KEY, (dialect,))]

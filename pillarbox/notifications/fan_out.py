@@ -19,6 +19,7 @@ from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Outcome, uuid
 from pillarbox.handlers.registry import Handlers
 from pillarbox.layouts.clock import utc_now
 from pillarbox.layouts.layout import Layout
+from pillarbox.sinks import Sink, refuse_alone
 from pillarbox.stores import Effect
 from pillarbox.stores.dialect import is_mysql
 from pillarbox.wakeup import channel_name
@@ -33,7 +34,7 @@ _NEW: Final[Mapping[str, Any]] = {
 }
 
 
-class NotificationFanOut:
+class NotificationFanOut(Sink):
     """The sink that gives each event of a log to the handlers of its type, as notifications beside it."""
 
     is_quick: bool = True
@@ -43,16 +44,10 @@ class NotificationFanOut:
         self._notify = Notify(tables["outbox"], tables["notifications"], layout)
         self._names = {type: [handler.name for handler in found] for type, found in handlers.types.items()}
 
-    async def open(self) -> None:
-        pass
-
-    async def check(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+        raise refuse_alone(self)
+
+    async def deliver_in(self, batch: Any, claims: Sequence[Claim]) -> Sequence[Outcome]:
         return [DELIVERED if claim.event.type in self._names else RELEASED for claim in claims]
 
     def effect(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> Effect:

@@ -11,7 +11,7 @@ from typing import Final
 from pillarbox.durations import format_duration
 from pillarbox.errors import ConfigError, Reject
 from pillarbox.event import LIMITS, Claim
-from pillarbox.group import RelayGroup, Waking
+from pillarbox.group import RelayGroup, Waking, check_wrapped
 from pillarbox.handlers.registry import Handler, Handlers
 from pillarbox.handlers.sink import HandlerSink
 from pillarbox.hooks import Hook
@@ -70,7 +70,7 @@ def notification_relays(
         store = open_store(layout=limit_to_handler(notified, handler, namespace=namespace, dialect=dialect))
         policy = handler.retry or retry or retry_policy(handler)
         sink = _NotificationSink(handlers, handler, policy)
-        relays[prefix + handler.name] = make_relay(store, sink, retry=policy, hook=hook)
+        relays[prefix + handler.name] = check_wrapped(make_relay(store, sink, retry=policy, hook=hook), sink)
     if not fans_out:
         return RelayGroup(relays)
     types = list(handlers.types)
@@ -79,6 +79,7 @@ def notification_relays(
     fan_out = NotificationFanOut(source.store.tables, notified, handlers)
     waking = Waking(None, list(relays.values()), hook)
     feeding = make_relay(source, fan_out, claim="auto", in_flight=source.in_flight, hook=waking)
+    check_wrapped(feeding, fan_out)
     return RelayGroup({f"{prefix}fan-out": feeding, **relays}, feeds={f"{prefix}fan-out": list(relays)})
 
 

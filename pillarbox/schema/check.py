@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Dialect
 
 from pillarbox.errors import Unsupported
-from pillarbox.layouts import Layout, check_database, declare_layout, get_layout
+from pillarbox.layouts import Layout, Variant, check_database, declare_layout, get_layout
 from pillarbox.schema import mysql, postgres, sqlite
 from pillarbox.schema.autovacuum import compare_settings
 from pillarbox.schema.compare import Difference, compare
@@ -59,50 +60,107 @@ class Drift:
         return f"{place}: expected {self.expected or 'none'}; found {self.found or 'none'}"
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What a database has of a layout's tables.
+
+    `variant` is the spelling that they come nearest to, None where the layout has one only; `drifts` differ from it.
+    `hints` are indexes of another variant that are worth having; tables that lack them are right all the same.
+    """
+
+    variant: str | None
+    drifts: list[Drift]
+    hints: list[Drift]
+
+
 async def check_schema(
     database: str | sa.URL | sa.Engine | AsyncEngine,
     layout: str | Layout = "pillarbox",
     *,
     table: str | None = None,
     schema: str | None = None,
+    variant: str | None = None,
     autovacuum: bool = False,
 ) -> list[Drift]:
     """Compare a database with a layout's tables and return every difference.
 
-    Raises `SchemaError` when the schema does not exist or may not be used. With `autovacuum` the outbox table's
-    vacuum settings are looked at too, on PostgreSQL. A synchronous engine is used in the caller's thread.
+    Tables may be as any variant of the layout has them, or only as `variant` does. Raises `SchemaError` when the
+    schema does not exist or may not be used. With `autovacuum` the outbox table's vacuum settings are looked at too,
+    on PostgreSQL. A synchronous engine is used in the caller's thread.
     """
+    found = await compare_schema(database, layout, table=table, schema=schema, variant=variant, autovacuum=autovacuum)
+    return found.drifts
+
+
+async def compare_schema(
+    database: str | sa.URL | sa.Engine | AsyncEngine,
+    layout: str | Layout = "pillarbox",
+    *,
+    table: str | None = None,
+    schema: str | None = None,
+    variant: str | None = None,
+    autovacuum: bool = False,
+) -> Comparison:
+    """As `check_schema`, and say which variant the tables are and what would be worth having."""
     chosen = get_layout(layout)
+    if variant is not None:
+        chosen = chosen.as_variant(variant)
     if isinstance(database, str | sa.URL):
         store = open_store(database, layout=chosen, table=table, schema=schema)
         try:
-            return await check_store(store, autovacuum=autovacuum)
+            return await compare_store(store, autovacuum=autovacuum)
         finally:
             await store.close()
     check_database(chosen, database.dialect.name)
     tables = declare_layout(chosen, sa.MetaData(), table=table, schema=schema)
     if isinstance(database, sa.Engine):
         with database.connect() as connection:
-            return _check(connection, tables, autovacuum)
+            return compare_tables(connection, chosen, tables, autovacuum=autovacuum)
     async with database.connect() as async_connection:
-        return await async_connection.run_sync(_check, tables, autovacuum)
+        return await async_connection.run_sync(lambda db: compare_tables(db, chosen, tables, autovacuum=autovacuum))
 
 
 async def check_store(store: SqlStore, *, autovacuum: bool = False) -> list[Drift]:
     """`check_schema` for the tables of a store."""
+    return (await compare_store(store, autovacuum=autovacuum)).drifts
+
+
+async def compare_store(store: SqlStore, *, autovacuum: bool = False) -> Comparison:
+    """`compare_schema` for the tables of a store."""
     if store.dialect == "sqlite" and not _has_file(store):
         # Connecting would make the file.
         dialect = sa.create_engine("sqlite://").dialect
-        return [_missing(table, dialect) for table in store.tables.values()]
-    return await store.run(lambda db: _check(db, store.tables, autovacuum), writes=False)
+        variant = next((variant.name for variant in store.layout.variants), None)
+        return Comparison(variant, [_missing(table, dialect) for table in store.tables.values()], [])
+    work = partial(compare_tables, layout=store.layout, tables=store.tables, autovacuum=autovacuum)
+    return await store.run(work, writes=False)
 
 
 def _has_file(store: SqlStore) -> bool:
     return Path(store.url.database or "").exists()
 
 
-def _check(db: sa.Connection, tables: Mapping[str, sa.Table], autovacuum: bool) -> list[Drift]:
-    return check_tables(db, tables.values(), autovacuum=[tables["outbox"]] if autovacuum else ())
+def compare_tables(
+    db: sa.Connection, layout: Layout, tables: Mapping[str, sa.Table], *, autovacuum: bool = False
+) -> Comparison:
+    """Compare a layout's tables with those that a connection sees, in the variant that they come nearest to."""
+    vacuumed = [tables["outbox"]] if autovacuum else ()
+    if not layout.variants:
+        return Comparison(None, check_tables(db, tables.values(), autovacuum=vacuumed), [])
+    drifts = {
+        variant.name: check_tables(db, _declare_variant(variant, tables).values(), autovacuum=vacuumed)
+        for variant in layout.variants
+    }
+    # The first of those that differ least: a table that is not there is made in the layout's own spelling.
+    nearest = min(layout.variants, key=lambda variant: len(drifts[variant.name]))
+    better = drifts.get(nearest.better or "", [])
+    hints = [drift for drift in better if drift.kind == "index" and drift not in drifts[nearest.name]]
+    return Comparison(nearest.name, drifts[nearest.name], hints)
+
+
+def _declare_variant(variant: Variant, tables: Mapping[str, sa.Table]) -> Mapping[str, sa.Table]:
+    outbox = tables["outbox"]
+    return variant.declare(sa.MetaData(), outbox.name, outbox.schema)
 
 
 def check_tables(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from pillarbox.errors import ConfigError, SchemaError
-from pillarbox.schema.check import Drift, check_tables
+from pillarbox.layouts import Layout, get_layout
+from pillarbox.schema.check import Drift, compare_tables
 from pillarbox.schema.ddl import has_own_schema, run_ddl, schema_statement, table_ddl
 from pillarbox.schema.namespaces import create_schema
 from pillarbox.schema.rights import needs_rights
@@ -30,9 +30,21 @@ class Created:
         return bool(self.statements)
 
 
-async def create(url: str | sa.URL, *, dry_run: bool = False, **options: Any) -> list[Created]:
-    """Create the tables of a layout in the database at a URL; `options` are those of `open_store`."""
-    store = open_store(url, **options)
+async def create(
+    url: str | sa.URL,
+    *,
+    layout: str | Layout = "pillarbox",
+    variant: str | None = None,
+    dry_run: bool = False,
+    **options: Any,
+) -> list[Created]:
+    """Create the tables of a layout in the database at a URL; `options` are those of `open_store`.
+
+    Tables are made as the layout's `variant` has them, else as its first. Without one, those that are there may be of
+    any variant.
+    """
+    chosen = get_layout(layout)
+    store = open_store(url, layout=chosen if variant is None else chosen.as_variant(variant), **options)
     try:
         return await create_tables(store, dry_run=dry_run)
     finally:
@@ -53,19 +65,20 @@ async def create_tables(store: SqlStore, *, dry_run: bool = False) -> list[Creat
 def _create_all(db: sa.Connection, store: SqlStore, dry_run: bool) -> list[Created]:
     schema = store.layout.schema
     if schema is None or not has_own_schema(store.layout, store.tables):
-        return _create(db, store.tables, dry_run)
+        return _create(db, store, dry_run)
     if schema in sa.inspect(db).get_schema_names():
-        return [Created(schema, ()), *_create(db, store.tables, dry_run)]
+        return [Created(schema, ()), *_create(db, store, dry_run)]
     made = Created(schema, (schema_statement(store.dialect, schema),))
     if dry_run:
         planned = [Created(table.fullname, tuple(table_ddl(table, db.dialect))) for table in store.tables.values()]
         return [made, *planned]
     create_schema(db, schema)
-    return [made, *_create(db, store.tables, dry_run)]
+    return [made, *_create(db, store, dry_run)]
 
 
-def _create(db: sa.Connection, tables: Mapping[str, sa.Table], dry_run: bool) -> list[Created]:
-    drifts = check_tables(db, tables.values())
+def _create(db: sa.Connection, store: SqlStore, dry_run: bool) -> list[Created]:
+    tables = store.tables
+    drifts = compare_tables(db, store.layout, tables).drifts
     # Beside a table of another system's only ours is made; that one may have been made a little differently.
     others = {tables["outbox"].fullname} if "state" in tables else set()
     _refuse([drift for drift in drifts if drift.kind != "table" and drift.table not in others])

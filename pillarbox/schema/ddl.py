@@ -31,7 +31,14 @@ DIALECTS: Final[Mapping[str, Callable[[], Dialect]]] = MappingProxyType(
 )
 
 
-def ddl(layout: str | Layout, dialect: str, table: str | None = None, schema: str | None = None) -> str:
+def ddl(
+    layout: str | Layout,
+    dialect: str,
+    table: str | None = None,
+    schema: str | None = None,
+    *,
+    variant: str | None = None,
+) -> str:
     """Return the statements that create a layout's tables and indexes, each ended by a semicolon."""
     make = DIALECTS.get(dialect)
     if make is None:
@@ -39,6 +46,8 @@ def ddl(layout: str | Layout, dialect: str, table: str | None = None, schema: st
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"Dialect: expected {', '.join(DIALECTS)}; got {dialect!r}{hint}")
     chosen = get_layout(layout)
+    if variant is not None:
+        chosen = chosen.as_variant(variant)
     check_database(chosen, dialect)
     tables = declare_layout(chosen, sa.MetaData(), table=table, schema=schema)
     compiled = make()

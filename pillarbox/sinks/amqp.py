@@ -67,8 +67,11 @@ class Encoder:
         return frame
 
     def _header(self, event: Event, message: Message) -> bytes:
-        flags = _CONTENT_TYPE | _HEADERS | _DELIVERY_MODE | _MESSAGE_ID
-        properties = [_short("Content type", message.content_type), self._table(message.headers), self._delivery_mode]
+        flags = _HEADERS | _DELIVERY_MODE | _MESSAGE_ID
+        properties = [self._table(message.headers), self._delivery_mode]
+        if message.content_type:
+            flags |= _CONTENT_TYPE
+            properties.insert(0, _short("Content type", message.content_type))
         if event.correlation_id and (correlation := _property(event.correlation_id)):
             flags |= _CORRELATION
             properties.append(correlation)
@@ -110,4 +113,4 @@ def _short(what: str, text: str) -> bytes:
 def _property(text: str) -> bytes | None:
     # A header has the whole text as well, so one that is too long for the property is left out there.
     encoded = text.encode()
-    return len(encoded).to_bytes(1, "big") + encoded if len(encoded) <= SHORT else None
+    return len(encoded).to_bytes(1, "big") + encoded if 0 < len(encoded) <= SHORT else None

@@ -14,6 +14,7 @@ from pillarbox.durations import format_duration
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Outcome, Released, Retry
 from pillarbox.retry import describe_error
+from pillarbox.sinks import Sink
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.threads import finish
 from pillarbox.sinks.workers import send_groups
@@ -25,7 +26,7 @@ class Submitting(Protocol):
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future[Any]: ...
 
 
-class CallableSink:
+class CallableSink(Sink):
     """Calls a function with each event: one at a time a key, up to `concurrency` keys at once.
 
     The function is async or sync and takes the `Event`, or the `Claim` if its parameter is annotated so.

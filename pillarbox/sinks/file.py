@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -23,15 +24,17 @@ from urllib.parse import urlsplit
 from pillarbox.durations import format_duration, parse_duration
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import Claim, Outcome
+from pillarbox.sinks import Sink
 from pillarbox.sinks.lines import encode_lines
 from pillarbox.sinks.threads import acquire, run_stoppable
-from pillarbox.sinks.url import SinkUrl, mask_url
+from pillarbox.sinks.url import SinkUrl
+from pillarbox.urls import mask_url
 
 _FLAGS: Final = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _LOCK_POLL: Final = 0.01
 
 
-class FileSink:
+class FileSink(Sink):
     """Appends one JSON line an event. Url: `file:PATH`.
 
     The file is made when missing, its folder is not. A file that was renamed or deleted meanwhile, as by log
@@ -66,11 +69,19 @@ class FileSink:
         lock_timeout = parse_duration(url.options.get("lock_timeout", "3s"), what=f"Sink {url.name!r} lock_timeout")
         return cls(url.location, url.name, lock_timeout=lock_timeout)
 
+    @property
+    def is_local(self) -> bool:
+        return True
+
     async def open(self) -> None:
-        await self.check()
+        await run_stoppable(self._open)
 
     async def check(self) -> None:
-        await run_stoppable(self._check)
+        """Look whether the file can be appended to; one that is missing is not made yet."""
+        try:
+            self._look()
+        except OSError as error:
+            raise self._unavailable(error) from error
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         def append(stop: threading.Event) -> Sequence[Outcome]:
@@ -84,7 +95,25 @@ class FileSink:
     async def close(self) -> None:
         await run_stoppable(self._close)
 
-    def _check(self, stop: threading.Event) -> None:
+    def _look(self) -> None:
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            os.stat(self.path.parent)
+            needed, place = os.W_OK | os.X_OK, self.path.parent
+        else:
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            self._refuse_irregular(found)
+            needed, place = os.W_OK, self.path
+        if not os.access(place, needed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def _refuse_irregular(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise SinkUnavailable(f"Sink {self.name!r}: {str(self.path)!r} is not a regular file")
+
+    def _open(self, stop: threading.Event) -> None:
         if not acquire(self._mutex, stop):
             return
         try:
@@ -145,9 +174,11 @@ class FileSink:
         if self._descriptor is None:
             descriptor = os.open(self.path, _FLAGS, 0o666)
             self._descriptor = descriptor
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            try:
+                self._refuse_irregular(os.fstat(descriptor))
+            except SinkUnavailable:
                 self._forget()
-                raise SinkUnavailable(f"Sink {self.name!r}: {str(self.path)!r} is not a regular file")
+                raise
             self._sync_folder()
         return self._descriptor
 

@@ -19,13 +19,16 @@ from pillarbox.durations import format_duration
 from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.retry import describe_error
-from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm
+from pillarbox.sinks import Sink
+from pillarbox.sinks.forms import FORM_OPTIONS, FormName, make_form
+from pillarbox.sinks.message import DEFAULT_SOURCE
 from pillarbox.sinks.options import read_options
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.refused import Refused, make_each
 from pillarbox.sinks.tls import TLS_OPTIONS, make_tls_context
-from pillarbox.sinks.url import MASK, SinkUrl, parse_sink_url
+from pillarbox.sinks.url import SinkUrl, parse_sink_url
 from pillarbox.sinks.workers import send_groups
+from pillarbox.urls import Secrets
 from pillarbox.values import Given, Read, one_of, read_number, read_pause, read_switch, read_texts
 
 try:
@@ -74,7 +77,7 @@ _OPTIONS: Final[dict[str, Read]] = {
 }
 
 
-class HttpSink:
+class HttpSink(Sink):
     """Sends each event to an address. Url: `https://user:password@host:port/path/{topic}?query`.
 
     Path and query may contain fields of the event. `batch` sends up to that many events as one array of CloudEvents.
@@ -105,6 +108,7 @@ class HttpSink:
         allow: Sequence[str] = (),
         proxy: str | None = None,
         tls: ssl.SSLContext | None = None,
+        message: FormName | None = None,
         cloudevents: Literal["binary", "structured"] | None = None,
         cloudevents_source: str = DEFAULT_SOURCE,
     ) -> None:
@@ -121,6 +125,8 @@ class HttpSink:
             raise ConfigError(
                 f"Sink {self.name!r}: give a login in the url or an Authorization among headers, not both"
             )
+        if batch > 1 and message not in (None, "cloudevents"):
+            raise ConfigError(f"Sink {self.name!r} message: a batch is an array of CloudEvents, got {message!r}")
         if batch > 1 and cloudevents == "binary":
             raise ConfigError(f"Sink {self.name!r} cloudevents: a batch is an array of structured ones; leave it out")
         self._form = RequestForm(
@@ -129,7 +135,10 @@ class HttpSink:
             method=method,
             headers={"user-agent": f"pillarbox/{version('pillarbox')}", **login, **_lower(given)},
             signer=Signer(keys) if keys else None,
-            form=MessageForm(
+            render=make_form(
+                "cloudevents" if batch > 1 and message is None else message,
+                broker="http",
+                sink=self.name,
                 cloudevents="structured" if batch > 1 else cloudevents,
                 cloudevents_source=cloudevents_source,
                 folds_case=True,
@@ -138,7 +147,7 @@ class HttpSink:
         if batch > 1 and self._form.has_fields:
             raise ConfigError(f"Sink {self.name!r}: a batch has one address; the url has fields of the event in it")
         # An answer may repeat what it was sent.
-        self._secrets = [value for value in (*login.values(), *given.values()) if len(value) > 3]
+        self._secrets = Secrets(url, {"authorization": [*login.values(), *given.values()]})
         self._slots = asyncio.Semaphore(concurrency)
         self._transport = self._make_transport(client, tls, refuse_private=refuse_private, allow=allow, proxy=proxy)
 
@@ -181,7 +190,7 @@ class HttpSink:
         try:
             request = self._form.make(claim.event)
         except Refused as error:
-            return [Dead(str(error))]
+            return [Dead(self._secrets.hide(str(error)))]
         return [await self._exchange(request)]
 
     async def _send_batch(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
@@ -232,20 +241,17 @@ class HttpSink:
                 raise SinkUnavailable(f"Sink {self.name}: {text}") from error
             return Retry(text, cause=error)
         except UNSENDABLE as error:
-            return Dead(f"The request cannot be sent: {error}")
+            return Dead(f"The request cannot be sent: {self._secrets.hide(str(error))}")
         except DOWN as error:
             raise self._unavailable(error) from error
         if is_acknowledged(answer.status):
             return DELIVERED
-        return judge(answer._replace(text=self._hide(answer.text)), name=self.name, pause_statuses=self._pause_statuses)
-
-    def _hide(self, text: str) -> str:
-        for secret in self._secrets:
-            text = text.replace(secret, MASK)
-        return text
+        return judge(
+            answer._replace(text=self._secrets.hide(answer.text)), name=self.name, pause_statuses=self._pause_statuses
+        )
 
     def _unavailable(self, error: BaseException) -> SinkUnavailable:
-        return SinkUnavailable(f"Sink {self.name}: {describe_error(error)}")
+        return SinkUnavailable(f"Sink {self.name}: {self._secrets.hide(describe_error(error))}")
 
     def _make_transport(
         self,
@@ -314,7 +320,7 @@ def _make_guard(name: str, allow: Sequence[str]) -> Guard:
 def _read_proxy(name: str, proxy: object) -> httpx.URL:
     try:
         url = httpx.URL(proxy) if isinstance(proxy, str) else None
-    except httpx.InvalidURL:
+    except (httpx.InvalidURL, ValueError):
         url = None
     if url is None or url.scheme not in ("http", "https") or not url.host:
         # It may contain a password: not shown.

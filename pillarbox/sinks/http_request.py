@@ -21,8 +21,9 @@ import orjson
 
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
+from pillarbox.sinks.forms import Render
 from pillarbox.sinks.http_transport import Outgoing
-from pillarbox.sinks.message import PREFIX, MessageForm
+from pillarbox.sinks.message import PREFIX
 from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 
@@ -71,11 +72,11 @@ class RequestForm:
         method: str,
         headers: Mapping[str, str],
         signer: Signer | None,
-        form: MessageForm,
+        render: Render,
     ) -> None:
         self._name = name
         self._method = method
-        self._form = form
+        self._render = render
         self._signer = signer
         self._common = [(each.lower().encode(), value.encode()) for each, value in headers.items()]
         self._reserved = _FRAMING | _OURS | {each.lower() for each in headers} | (_SIGNATURE if signer else set())
@@ -100,7 +101,7 @@ class RequestForm:
     def make(self, event: Event) -> Outgoing:
         """Make the request for an event; raises `Refused` when there is none."""
         url = self._cached_url(self._target.fill(event))
-        message = self._form.render(event)
+        message = self._render(event)
         lines = []
         for name, value in message.headers.items():
             key = self._cached_name(name)
@@ -109,7 +110,7 @@ class RequestForm:
 
     def make_document(self, event: Event) -> bytes:
         """Make an event's part of a batch. The event's own headers have no place but an attribute of their own."""
-        message = self._form.render(event)
+        message = self._render(event)
         own = {name: value for name, value in message.headers.items() if name in event.headers}
         if not own:
             return message.body
@@ -149,11 +150,15 @@ def _read_target(url: str, name: str) -> tuple[httpx.URL, Template]:
     parts = urlsplit(url)
     try:
         origin = httpx.URL(f"{parts.scheme}://{parts.netloc}/")
-        is_good = bool(origin.host) and not set("{}") & set(parts.netloc)
-    except httpx.InvalidURL:
+        is_port = origin.port is None or 0 < origin.port < 65_536
+        is_good = bool(origin.host) and is_port and not set("{}") & set(parts.netloc)
+    except (httpx.InvalidURL, ValueError):
         is_good = False
     if not is_good or parts.scheme not in ("http", "https"):
-        raise ConfigError(f"Sink {name!r}: expected http://host/path or https://host/path, with a host that is plain")
+        raise ConfigError(
+            f"Sink {name!r}: expected http://host/path or https://host/path, with a host that is plain and a port "
+            "up to 65535"
+        )
     path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~{}")
     query = "?" + quote(parts.query, safe="/?%:@!$&'()*+,;=~{}") if parts.query else ""
     shown = "/…" if parts.path.strip("/") or query else "/"

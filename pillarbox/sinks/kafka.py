@@ -22,12 +22,22 @@ from typing import Any, Final, Literal, TypeVar
 
 from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import Claim, Dead, Event, Outcome, Retry
+from pillarbox.sinks import Sink
+from pillarbox.sinks.forms import FORM_OPTIONS, FormName, make_form
 from pillarbox.sinks.kafka_delivery import Delivery, Headers
 from pillarbox.sinks.kafka_errors import Outage, describe
 from pillarbox.sinks.kafka_producer import KafkaProducer
-from pillarbox.sinks.kafka_settings import COMPRESSIONS, MECHANISMS, make_settings, mask, read_table
+from pillarbox.sinks.kafka_settings import (
+    COMPRESSIONS,
+    JAVA,
+    MECHANISMS,
+    PARTITIONERS,
+    make_settings,
+    mask,
+    read_table,
+)
 from pillarbox.sinks.kafka_topics import TopicMaker
-from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm
+from pillarbox.sinks.message import DEFAULT_SOURCE
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.refused import Refused
@@ -67,7 +77,7 @@ _THREADS: Final = 64
 PORT: Final = 9092
 
 
-class KafkaSink:
+class KafkaSink(Sink):
     """Produces each event to a topic. Url: `kafka://host:port,host:port`, with `user:password@` for SASL.
 
     `topic` is the template of the topic's name, and the event's key the message's key. What is not acknowledged within
@@ -102,6 +112,7 @@ class KafkaSink:
         replication: int | None = None,
         topic_config: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
+        message: FormName | None = None,
         cloudevents: Literal["binary", "structured"] | None = None,
         cloudevents_source: str = DEFAULT_SOURCE,
     ) -> None:
@@ -126,6 +137,7 @@ class KafkaSink:
             compression=compression,
             timeout=timeout,
             transactional_id=transactional_id,
+            partitioner=PARTITIONERS.get(message or "", JAVA),
             config=config,
         )
         self._transactional_id = transactional_id
@@ -136,7 +148,14 @@ class KafkaSink:
         elif any(value is not None for value in made_with.values()):
             raise ConfigError(f"Sink {self.name!r}: partitions, replication and topic_config need create")
         self._topic = Template(topic, what=f"Sink {self.name!r} topic")
-        self._form = MessageForm(cloudevents=cloudevents, cloudevents_source=cloudevents_source, ce_prefix="ce_")
+        self._make_message = make_form(
+            message,
+            broker="kafka",
+            sink=self.name,
+            cloudevents=cloudevents,
+            cloudevents_source=cloudevents_source,
+            ce_prefix="ce_",
+        )
         self._known_names: set[str] = set()
         # Used in turn: what a client has to say is kept in its memory until it is used again.
         self._idle: deque[KafkaProducer] = deque()
@@ -264,12 +283,12 @@ class KafkaSink:
 
     def _render(self, event: Event) -> tuple[str, bytes, Headers]:
         topic = self._name_topic(event)
-        message = self._form.render(event)
+        message = self._make_message(event)
         headers: Headers = message.headers  # type: ignore[assignment]
         # The client cuts texts at a zero byte, but not bytes.
         if "\0" in "".join(message.headers.values()):
             headers = {name: value.encode() for name, value in message.headers.items()}
-        for name in event.headers:
+        for name in headers:
             if "\0" in name:
                 raise Refused(f"Header {name!r} cannot be sent: its name has a zero byte")
         return topic, message.body, headers

@@ -129,7 +129,7 @@ class Delivery:
         produce = client.produce
         for position in positions:
             event = claims[position].event
-            key = event.key
+            key = event.key or None
             if stopped and key in stopped:
                 continue
             try:

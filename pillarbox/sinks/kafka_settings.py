@@ -10,11 +10,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from pillarbox.errors import ConfigError, MissingExtra
 from pillarbox.sinks.tls import check_tls_files
-from pillarbox.sinks.url import MASK
+from pillarbox.urls import Secrets
 from pillarbox.values import Given
 
 try:
@@ -51,8 +52,11 @@ _KEPT: Final = (
     *("delivery.report.only.error", "dr_cb", "dr_msg_cb", "on_delivery", "error_cb", "logger", "log_cb", "log.queue"),
     *("partitioner", "partitioner_consistent", "queuing.strategy", "topic.metadata.propagation.max.ms"),
 )
+JAVA: Final = "murmur2_random"
+"""The Java client's choice of partition, so that a key is in one place whoever sends it."""
+PARTITIONERS: Final = {"openoutbox": "fnv1a_random"}
+"""The choice of another system's publisher that has its own: a switch must not move a key."""
 _IN_FLIGHT: Final = ("max.in.flight.requests.per.connection", "max.in.flight")
-_SECRET: Final = ("password", "secret", "pem", "token", "assertion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +67,9 @@ class KafkaSettings:
     producer: dict[str, Any] = field(repr=False)
     timeout: float
 
-    @property
-    def secrets(self) -> list[str]:
-        given = self.connection | self.producer
-        return [str(value) for name, value in given.items() if value and any(word in name for word in _SECRET)]
+    @cached_property
+    def secrets(self) -> Secrets:
+        return Secrets(self.connection, self.producer)
 
 
 def make_settings(
@@ -83,6 +86,7 @@ def make_settings(
     compression: str = "none",
     timeout: timedelta,
     transactional_id: str | None = None,
+    partitioner: str = JAVA,
     config: Mapping[str, Any] | None = None,
 ) -> KafkaSettings:
     """Return the settings that the options ask for; raises `ConfigError` for what does not go together."""
@@ -109,8 +113,7 @@ def make_settings(
         "acks": acks,
         "enable.idempotence": idempotence,
         "compression.type": compression,
-        # The Java client's choice of partition, so that a key is in one place whoever sends it.
-        "partitioner": "murmur2_random",
+        "partitioner": partitioner,
         "message.timeout.ms": milliseconds,
         # A topic just made is not known everywhere yet. Beyond this time it is taken as missing.
         "topic.metadata.propagation.max.ms": min(2000, milliseconds // 2),
@@ -180,9 +183,7 @@ def _try_out(settings: KafkaSettings, name: str) -> None:
 
 def mask(text: str, settings: KafkaSettings) -> str:
     """Return what the client said as it may be shown."""
-    for secret in settings.secrets:
-        text = text.replace(secret, MASK)
-    return text
+    return settings.secrets.hide(text)
 
 
 class ClientLog:

@@ -15,8 +15,9 @@ from typing import Any
 
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import RELEASED, Claim, Delivered, Outcome
-from pillarbox.sinks import Sink
-from pillarbox.sinks.order import deliver_rest
+from pillarbox.sinks import SinkLike
+from pillarbox.sinks.order import Deliver, deliver_rest
+from pillarbox.sinks.wrapper import SinkWrapper
 
 # A call that is cancelled forgets what it delivered, and that is delivered again. A relay that stops cancels after 10 s
 # (its `stop_timeout`) and a hold after 5 s: a call ends well before both, with time left for its last part.
@@ -73,26 +74,23 @@ class Bucket:
         return self._tokens
 
 
-class LimitedSink:
+class LimitedSink(SinkWrapper):
     """Delivers to another sink, `rate` events a second and at most `burst` at once (a second's worth by default).
 
     A call lasts about `LONGEST_CALL`, or until its first part is delivered; what is left of the batch is released.
     """
 
-    # It waits for tokens, and rows must not stay locked meanwhile.
-    is_quick: bool = False
-
-    def __init__(self, sink: Sink, *, rate: Any, burst: Any = None) -> None:
+    def __init__(self, sink: SinkLike, *, rate: Any, burst: Any = None) -> None:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e9:
             raise ConfigError(f"Sink {sink.name!r} rate: expected a number of events a second above zero, got {rate!r}")
         if burst is not None and (isinstance(burst, bool) or not isinstance(burst, int) or burst < 1):
             raise ConfigError(f"Sink {sink.name!r} burst: expected a whole number of 1 or more, got {burst!r}")
-        self.name = sink.name
-        self.open, self.check, self.close = sink.open, sink.check, sink.close
-        self._sink = sink
+        super().__init__(sink)
+        # It waits for tokens, and rows must not stay locked meanwhile.
+        self.is_quick = False
         self._bucket = Bucket(rate, max(1, int(rate)) if burst is None else burst)
 
-    async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+    async def pass_on(self, claims: Sequence[Claim], deliver: Deliver) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
         stopped: set[str] = set()
         ends_at = self._bucket.clock() + LONGEST_CALL.total_seconds()
@@ -107,7 +105,7 @@ class LimitedSink:
             decided = [RELEASED if claim.event.key in stopped else None for claim in part]
             self._bucket.give_back(len(part) - decided.count(None))
             try:
-                found = await deliver_rest(self._sink.deliver, part, decided)
+                found = await deliver_rest(deliver, part, decided)
             except SinkUnavailable as outage:
                 outcomes += outage.outcomes or ()
                 outage.outcomes = [*outcomes, *[RELEASED] * (len(claims) - len(outcomes))]

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from pillarbox.errors import SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Event, Outcome
+from pillarbox.sinks import Sink
 
 
 @dataclass(slots=True)
@@ -18,7 +19,7 @@ class _Fault:
     times: int | None
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Keeps what it is given; can fail chosen events, be down, and hold deliveries back.
 
     `claims` are the delivered claims in order, `batches` every batch it was given, whatever became of it.

@@ -7,7 +7,7 @@ becomes headers beside its own; where the event has a header of the same name, t
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -18,17 +18,12 @@ from pillarbox.codec import decode_json, is_json
 from pillarbox.errors import ConfigError
 from pillarbox.event import Event
 from pillarbox.sinks.refused import Refused
-from pillarbox.values import Read, one_of, read_text
 
 PREFIX: Final = "pillarbox-"
 # For a header of the event whose name the destination needs itself.
 HEADER_PREFIX: Final = "header-"
 STRUCTURED: Final = "application/cloudevents+json"
 DEFAULT_SOURCE: Final = "pillarbox"
-FORM_OPTIONS: Final[dict[str, Read]] = {
-    "cloudevents": one_of("binary", "structured"),
-    "cloudevents_source": read_text,
-}
 
 _OWN_HEADERS: Final = (
     *("correlation-id", "causation-id", "trace-id", "event-source"),
@@ -86,7 +81,7 @@ class MessageForm:
 
     def render(self, event: Event) -> Message:
         """Make the message; raises `Refused` when the event has no form."""
-        headers = {name: _as_text(name, value) for name, value in event.headers.items()} if event.headers else {}
+        headers = {name: write_header(name, value) for name, value in event.headers.items()} if event.headers else {}
         content_type, body = event.content_type, event.payload
         if self._cloudevents is None:
             ours = _describe(event)
@@ -174,7 +169,8 @@ def _as_time(instant: datetime) -> str:
     return (instant if instant.tzinfo is UTC else instant.astimezone(UTC)).isoformat()
 
 
-def _as_text(name: str, value: object) -> str:
+def write_header(name: str, value: object) -> str:
+    """A header's value as text; raises `Refused` when it has none."""
     if isinstance(value, str):
         return value
     try:
@@ -189,8 +185,3 @@ def _is_json_text(payload: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def form_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options that `MessageForm` takes."""
-    return {name: value for name, value in options.items() if name in FORM_OPTIONS}

@@ -18,8 +18,10 @@ from uuid import uuid4
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry
 from pillarbox.retry import describe_error
+from pillarbox.sinks import Sink
 from pillarbox.sinks import mqtt_wire as wire
-from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm, form_options
+from pillarbox.sinks.forms import FORM_OPTIONS, FormName, form_options, make_form
+from pillarbox.sinks.message import DEFAULT_SOURCE
 from pillarbox.sinks.mqtt_connection import Connection, Flight, Lost
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
@@ -50,7 +52,7 @@ _LONGEST_EXPIRY: Final = timedelta(seconds=0xFFFF_FFFE)
 _LONGEST_KEEPALIVE: Final = timedelta(seconds=0xFFFF)
 
 
-class MqttSink:
+class MqttSink(Sink):
     """Publishes each event to a topic. Url: `mqtt://user:password@host:port`, `mqtts://` with TLS.
 
     `topic` is the template of the topic's name. The message's headers are its user properties. `message_expiry` lets
@@ -78,6 +80,7 @@ class MqttSink:
         require_subscribers: bool = False,
         keepalive: timedelta = timedelta(seconds=60),
         timeout: timedelta = timedelta(seconds=4),
+        message: FormName | None = None,
         cloudevents: Literal["binary", "structured"] | None = None,
         cloudevents_source: str = DEFAULT_SOURCE,
     ) -> None:
@@ -95,7 +98,10 @@ class MqttSink:
         self._requires_subscribers = require_subscribers
         expiry = None if message_expiry is None else max(1, round(message_expiry.total_seconds()))
         self._expiry = b"" if expiry is None else wire.encode_expiry(expiry)
-        self._form = MessageForm(
+        self._render = make_form(
+            message,
+            broker="mqtt",
+            sink=name,
             cloudevents=cloudevents,
             cloudevents_source=cloudevents_source,
             ce_prefix="",
@@ -209,7 +215,7 @@ class MqttSink:
 
     def _encode(self, event: Event, largest: int) -> tuple[bytes, bytes]:
         topic = wire.encode_topic(self._topic.fill(event))
-        headers, content_type, body = self._form.render(event)
+        headers, content_type, body = self._render(event)
         parts = [self._expiry, wire.encode_content_type(content_type)]
         parts += [wire.encode_user_property(name, value) for name, value in headers.items()]
         head, tail = wire.encode_publish(self._flags, topic, b"".join(parts), body)

@@ -19,7 +19,9 @@ from uuid import UUID
 from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import DELIVERED, LATE_HEADER, RELEASED, Claim, Dead, Event, Outcome, Retry
 from pillarbox.retry import describe_error
-from pillarbox.sinks.message import DEFAULT_SOURCE, MessageForm
+from pillarbox.sinks import Sink
+from pillarbox.sinks.forms import FormName, make_form
+from pillarbox.sinks.message import DEFAULT_SOURCE
 from pillarbox.sinks.nats_connection import Answer, Connection, Forbidden, Lost, Window
 from pillarbox.sinks.nats_message import NatsForm, NatsMessage
 from pillarbox.sinks.nats_options import TIMEOUT, Stream, read_nats_url
@@ -46,7 +48,7 @@ _NOT_STORED: Final = 10077
 _ACCOUNT_FULL: Final = 10002
 
 
-class NatsSink:
+class NatsSink(Sink):
     """Publishes each event to JetStream. Url: `nats://user:password@host:port,host:port`, `tls://` with TLS.
 
     `subject` is the template of the subject; a stream must take it. With `stream` one is made when the server has none
@@ -69,6 +71,7 @@ class NatsSink:
         domain: str | None = None,
         api_prefix: str | None = None,
         connect: Mapping[str, Any] | None = None,
+        message: FormName | None = None,
         cloudevents: Literal["binary", "structured"] | None = None,
         cloudevents_source: str = DEFAULT_SOURCE,
     ) -> None:
@@ -86,7 +89,11 @@ class NatsSink:
         self._api = api_prefix or (f"$JS.{domain}.API" if domain else "$JS.API")
         self._form = NatsForm(
             Template(subject, what=f"Sink {name!r} subject"),
-            MessageForm(cloudevents=cloudevents, cloudevents_source=cloudevents_source),
+            make_form(
+                message, broker="nats", sink=name, cloudevents=cloudevents, cloudevents_source=cloudevents_source
+            ),
+            # As Go's library writes them.
+            is_sorted=message == "openoutbox",
         )
         self._connection: Connection | None = None
         self._connecting = asyncio.Lock()

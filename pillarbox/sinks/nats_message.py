@@ -9,7 +9,7 @@ import re
 from typing import Final, NamedTuple
 
 from pillarbox.event import Event
-from pillarbox.sinks.message import MessageForm
+from pillarbox.sinks.forms import Render
 from pillarbox.sinks.refused import Refused
 from pillarbox.sinks.templates import Template
 
@@ -21,7 +21,7 @@ _BAD_SUBJECT: Final = re.compile(r"[\x00-\x20\x7f]|(?:^|\.)[*>]?(?:\.|$)")
 _RESERVED: Final = ("$JS.", "$SYS.", "$SRV.", "_INBOX.")
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _KNOWN_NAMES: Final = 10_000
-_OWN_LINES: Final = 3
+_OWN_LINES: Final = 2
 
 
 class NatsMessage(NamedTuple):
@@ -33,9 +33,10 @@ class NatsMessage(NamedTuple):
 class NatsForm:
     """Makes messages; remembers the names of headers that it has found good."""
 
-    def __init__(self, subject: Template, form: MessageForm) -> None:
+    def __init__(self, subject: Template, form: Render, *, is_sorted: bool = False) -> None:
         self._subject = subject
         self._form = form
+        self._is_sorted = is_sorted
         self._names: set[str] = set()
 
     def name_subject(self, event: Event) -> str:
@@ -51,11 +52,13 @@ class NatsForm:
     def render(self, event: Event, *, suffix: str, largest: int) -> NatsMessage:
         """Make the message, its id being the event's with a suffix; raises `Refused` when it cannot be sent."""
         subject = self.name_subject(event)
-        headers, _, body = self._form.render(event)
+        headers, _, body = self._form(event)
         if not headers.keys() <= self._names:
             self._check_names(headers)
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        text = f"NATS/1.0\r\n{lines}{MESSAGE_ID}: {event.id}{suffix}\r\n\r\n"
+        headers[MESSAGE_ID] = f"{event.id}{suffix}"
+        written = sorted(headers.items()) if self._is_sorted else headers.items()
+        lines = "".join([f"{name}: {value}\r\n" for name, value in written])
+        text = f"NATS/1.0\r\n{lines}\r\n"
         expected = len(headers) + _OWN_LINES
         if text.count("\n") != expected or text.count("\r") != expected:
             _refuse_line_end(headers)

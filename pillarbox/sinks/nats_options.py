@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from pillarbox.errors import ConfigError, MissingExtra
-from pillarbox.sinks.message import FORM_OPTIONS, form_options
+from pillarbox.sinks.forms import FORM_OPTIONS, form_options
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.tls import TLS_OPTIONS, make_tls_context
 from pillarbox.sinks.url import SinkUrl

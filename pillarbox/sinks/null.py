@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pillarbox.event import DELIVERED, Claim, Outcome
+from pillarbox.sinks import Sink
 from pillarbox.sinks.url import SinkUrl
 
 
-class NullSink:
+class NullSink(Sink):
     """Acknowledges every event and keeps none. Url: `null:`."""
 
     is_quick: bool = True

@@ -6,7 +6,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pillarbox.errors import ConfigError
-from pillarbox.sinks.url import SinkUrl, mask_url
+from pillarbox.sinks.url import SinkUrl
+from pillarbox.urls import mask_url
 from pillarbox.values import Given, Read
 
 

@@ -20,9 +20,11 @@ except ImportError as error:
     raise MissingExtra("RabbitMQ", "rabbitmq") from error
 
 from pillarbox.errors import ConfigError, SinkUnavailable
-from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry
+from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry, reload_event
 from pillarbox.retry import describe_error
-from pillarbox.sinks.message import DEFAULT_SOURCE, FORM_OPTIONS, MessageForm, form_options
+from pillarbox.sinks import Sink
+from pillarbox.sinks.forms import FORM_OPTIONS, FormName, form_options, make_form
+from pillarbox.sinks.message import DEFAULT_SOURCE, Message
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.rabbitmq_channels import (
@@ -59,7 +61,7 @@ _OPTIONS: Final[dict[str, Read]] = {
 }
 
 
-class RabbitmqSink:
+class RabbitmqSink(Sink):
     """Publishes each event to an exchange. Url: `amqp://user:password@host:port/vhost`, `amqps://` with TLS.
 
     `exchange` and `routing_key` are templates; without an exchange the routing key is the queue's name. A message that
@@ -87,6 +89,7 @@ class RabbitmqSink:
         queue_type: Literal["quorum", "classic", "stream"] | None = None,
         max_length: int | None = None,
         timeout: timedelta = TIMEOUT,
+        message: FormName | None = None,
         cloudevents: Literal["binary", "structured"] | None = None,
         cloudevents_source: str = DEFAULT_SOURCE,
     ) -> None:
@@ -106,7 +109,11 @@ class RabbitmqSink:
             queue_type=queue_type,
             max_length=max_length,
         )
-        self._form = MessageForm(
+        self._has_own_properties = message != "faststream"
+        self._render = make_form(
+            message,
+            broker="rabbitmq",
+            sink=name,
             cloudevents=cloudevents,
             cloudevents_source=cloudevents_source,
             ce_prefix=CE_PREFIX,
@@ -175,7 +182,7 @@ class RabbitmqSink:
         stopped: set[str] = set()
         seen: set[object] = set()
         refused: dict[Place, Refused] = {}
-        encode, render = publisher.encoder.encode, self._form.render
+        encode, render = publisher.encoder.encode, self._render
         for position in window:
             event = claims[position].event
             if event.key in stopped:
@@ -187,7 +194,9 @@ class RabbitmqSink:
                 exchange, routing_key = self._address(event)
                 if self._places.are_watched:
                     await self._places.ensure(self._places.find(event, exchange, routing_key), refused)
-                frames = encode(event, render(event), exchange=exchange, routing_key=routing_key)
+                message = render(event)
+                described = event if self._has_own_properties else _describe_plainly(event, message)
+                frames = encode(described, message, exchange=exchange, routing_key=routing_key)
             except Refused as error:
                 outcomes[position] = Dead(str(error))
                 if event.key is not None:
@@ -277,6 +286,11 @@ class RabbitmqSink:
 
     def _unavailable(self, error: Exception, *, outcomes: list[Outcome] | None = None) -> SinkUnavailable:
         return SinkUnavailable(f"Sink {self.name}: {error}", outcomes=outcomes)
+
+
+def _describe_plainly(event: Event, message: Message) -> Event:
+    """The event for a message whose properties say its correlation alone."""
+    return reload_event(event, type="", source=None, correlation_id=message.headers["correlation_id"])
 
 
 def _find_waiting(claims: Sequence[Claim], waiting: list[int], outcomes: Sequence[Outcome | None]) -> list[int]:

@@ -15,14 +15,9 @@ from urllib.parse import urlsplit
 from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry
 from pillarbox.retry import describe_error
-from pillarbox.sinks.message import (
-    DEFAULT_SOURCE,
-    FORM_OPTIONS,
-    HEADER_PREFIX,
-    MessageForm,
-    find_free_name,
-    form_options,
-)
+from pillarbox.sinks import Sink
+from pillarbox.sinks.forms import FASTSTREAM_FIELD, FORM_OPTIONS, FormName, form_options, make_form
+from pillarbox.sinks.message import DEFAULT_SOURCE, HEADER_PREFIX, find_free_name
 from pillarbox.sinks.options import read_login, read_options, read_path, read_servers
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.refused import Refused, make_each
@@ -70,7 +65,7 @@ _DOWN: Final = (
 _STATES: Final = ("MISCONF", "NOREPLICAS", "BUSY ")
 
 
-class RedisSink:
+class RedisSink(Sink):
     """Adds each event to a stream. Url: `redis://user:password@host:port/db`, `rediss://` with TLS.
 
     `stream` is the template of the stream's or channel's name. An entry's fields are the message's headers and
@@ -91,13 +86,16 @@ class RedisSink:
         maxlen: int | None = None,
         create: bool = True,
         timeout: timedelta = TIMEOUT,
+        message: FormName | None = None,
         cloudevents: Literal["binary", "structured"] | None = None,
         cloudevents_source: str = DEFAULT_SOURCE,
     ) -> None:
         if mode == "pubsub" and (maxlen is not None or not create):
             raise ConfigError(f"Sink {name!r}: maxlen and create are for streams; mode is pubsub")
-        if mode == "pubsub" and cloudevents == "binary":
+        if mode == "pubsub" and (cloudevents == "binary" or (message == "cloudevents" and cloudevents is None)):
             raise ConfigError(f"Sink {name!r} cloudevents: a channel's messages have no headers; use structured")
+        if mode == "pubsub" and message == "openoutbox":
+            raise ConfigError(f"Sink {name!r} message: openoutbox has a form for streams only; mode is pubsub")
         self.name = name
         self._client = client
         self._owns_client = False
@@ -109,7 +107,10 @@ class RedisSink:
         self._arguments += (b"*",)
         self._timeout = timeout.total_seconds()
         self._link = ClusterLink(client) if isinstance(client, RedisCluster) else ServerLink(client)
-        self._form = MessageForm(cloudevents=cloudevents, cloudevents_source=cloudevents_source)
+        self._render = make_form(
+            message, broker="redis", sink=name, cloudevents=cloudevents, cloudevents_source=cloudevents_source
+        )
+        self._body = FASTSTREAM_FIELD if message == "faststream" else BODY
 
     @classmethod
     def from_url(cls, url: SinkUrl) -> RedisSink:
@@ -152,15 +153,15 @@ class RedisSink:
 
     def _command(self, event: Event) -> Command:
         name = self._stream.fill(event)
-        headers, _, body = self._form.render(event)
+        headers, _, body = self._render(event)
         if len(body) > _LONGEST:
             raise Refused(f"Payload of {len(body)} bytes: Redis takes {_LONGEST} at most")
         if not self._is_stream:
             return _pack("PUBLISH", name, body)
-        if BODY in headers:
-            free = find_free_name(BODY, headers, prefix=HEADER_PREFIX)
-            headers = {free if field == BODY else field: value for field, value in headers.items()}
-        return _pack("XADD", name, *self._arguments, *chain.from_iterable(headers.items()), BODY, body)
+        if self._body in headers:
+            free = find_free_name(self._body, headers, prefix=HEADER_PREFIX)
+            headers = {free if field == self._body else field: value for field, value in headers.items()}
+        return _pack("XADD", name, *self._arguments, *chain.from_iterable(headers.items()), self._body, body)
 
     def _judge(self, claims: Sequence[Claim], outcomes: list[Outcome], answers: dict[int, Any]) -> list[Outcome]:
         outage: SinkUnavailable | None = None

@@ -15,6 +15,7 @@ from typing import Final, TextIO
 
 from pillarbox.errors import SinkUnavailable
 from pillarbox.event import Claim, Outcome
+from pillarbox.sinks import Sink
 from pillarbox.sinks.lines import encode_lines
 from pillarbox.sinks.threads import acquire, run_stoppable
 from pillarbox.sinks.url import SinkUrl
@@ -23,7 +24,7 @@ _GLANCE_MS: Final = 50
 _GONE: Final = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 
-class StdoutSink:
+class StdoutSink(Sink):
     """Writes one JSON line an event to standard output, or to the `stream` given. Url: `stdout:`.
 
     `Delivered` means that the system has taken the line, not that the reader behind a pipe has read it.

@@ -9,19 +9,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 
-from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.errors import ConfigError, SinkUnavailable, Unsupported
 from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Event, Outcome, Retry
 from pillarbox.retry import describe_error
-from pillarbox.sinks import Sink
+from pillarbox.sinks import SinkLike
 from pillarbox.sinks.limit import LONGEST_CALL
-from pillarbox.sinks.order import release_successors
+from pillarbox.sinks.order import Deliver, release_successors
+from pillarbox.sinks.wrapper import SinkWrapper
 
 log = logging.getLogger("pillarbox.relay")
 
 Transform = Callable[[Event], Event | Awaitable[Event | None] | None]
 
 
-class TransformSink:
+class TransformSink(SinkWrapper):
     """Delivers what a function makes of each event.
 
     The function takes the event and returns one, made with `event.replace(…)` as a rule. None leaves the event out: it
@@ -31,20 +32,25 @@ class TransformSink:
     none, each is sent when the one before it is delivered, in a batch of its own to the sink below. What is not sent
     after `LONGEST_CALL` is released. With an async function the sink is not quick: rows must not stay locked while it
     looks something up.
+
+    A fan-out and a handler with a session are refused: they settle the events that were claimed, as they were claimed.
     """
 
-    def __init__(self, sink: Sink, transform: Transform) -> None:
+    def __init__(self, sink: SinkLike, transform: Transform) -> None:
         if not callable(transform):
             raise ConfigError(f"Sink {sink.name!r} transform: expected a function of an event, got {transform!r}")
-        self.name = sink.name
+        super().__init__(sink)
+        if self._sink.joins_settlement:
+            raise Unsupported(
+                f"Sink {sink.name!r} transform: it settles events together with what it does, so it takes them as "
+                "they were put. Transform them before the sinks that it feeds, or in the handler"
+            )
         self.is_quick = sink.is_quick and not _is_async(transform)
-        self.open, self.check, self.close = sink.open, sink.check, sink.close
         self.left_out = 0
-        self._sink = sink
         self._transform = transform
         self._clock = time.monotonic
 
-    async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
+    async def pass_on(self, claims: Sequence[Claim], deliver: Deliver) -> Sequence[Outcome]:
         decided: list[Outcome | None] = []
         changed: list[Claim] = []
         stopped: set[str] = set()
@@ -57,14 +63,19 @@ class TransformSink:
             changed.append(claim if event is None else replace(claim, event=event))
         outcomes = [RELEASED if outcome is None else outcome for outcome in decided]
         try:
-            await self._send(claims, changed, outcomes, _split(claims, changed, decided))
+            await self._send(deliver, claims, changed, outcomes, _split(claims, changed, decided))
         except SinkUnavailable as outage:
             outage.outcomes = self._finish(claims, decided, outcomes)
             raise
         return self._finish(claims, decided, outcomes)
 
     async def _send(
-        self, claims: Sequence[Claim], changed: Sequence[Claim], outcomes: list[Outcome], steps: list[list[int]]
+        self,
+        deliver: Deliver,
+        claims: Sequence[Claim],
+        changed: Sequence[Claim],
+        outcomes: list[Outcome],
+        steps: list[list[int]],
     ) -> None:
         stopped: set[str] = set()
 
@@ -81,7 +92,7 @@ class TransformSink:
                 return
             sent = [position for position in step if claims[position].event.key not in stopped]
             try:
-                note(sent, await self._sink.deliver([changed[position] for position in sent]) if sent else [])
+                note(sent, await deliver([changed[position] for position in sent]) if sent else [])
             except SinkUnavailable as outage:
                 if outage.outcomes is not None:
                     note(sent, outage.outcomes)

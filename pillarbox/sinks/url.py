@@ -1,8 +1,7 @@
-"""Reading a sink's URL, and hiding its secrets in everything that is shown."""
+"""Reading a sink's URL."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,27 +10,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pillarbox.errors import ConfigError
-
-MASK: Final = "***"
-
-WEB_SCHEMES: Final = frozenset({"http", "https"})
-"""Schemes whose query belongs to the destination: a sink's options then stand beside the url only."""
-
-# Up to the last @ of the whole text: a password that should have been escaped may contain /, ? or another @.
-_CREDENTIALS: Final = re.compile(r"^([^:/?#@]*:(?://)?)([^:@]*)(.*)@", re.DOTALL)
-_SECRET_OPTION: Final = re.compile(
-    r"([?&][^=&#]*(?:pass|pwd|secret|token|key|credential|auth|sign?ature|sig)[^=&#]*=)[^&#]*", re.IGNORECASE
-)
-
-
-def mask_url(url: str) -> str:
-    """Return the URL as it may be shown: without passwords, tokens and other secrets."""
-
-    def hide(match: re.Match[str]) -> str:
-        scheme, user, password = match.groups()
-        return f"{scheme}{user}:{MASK}@" if password else f"{scheme}{MASK}@"
-
-    return _SECRET_OPTION.sub(rf"\1{MASK}", _CREDENTIALS.sub(hide, url))
+from pillarbox.urls import WEB_SCHEMES, mask_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +55,17 @@ def parse_sink_url(url: object, *, name: str | None, options: Mapping[str, Any])
         raise ConfigError(f"{what}: expected a url without control characters and outer blanks, got {shown!r}")
     try:
         parts = urlsplit(url)
+        # The query of a web address belongs to the destination: a sink's options stand beside the url only.
         query = "" if parts.scheme in WEB_SCHEMES else parts.query
         given = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
         # The parser's own message may quote the part of the URL that holds the password.
         raise ConfigError(f"{what}: the url {shown!r} cannot be read; escape special characters with %") from error
+    if parts.scheme in _WITH_PORTS and not _has_ports(parts.netloc):
+        raise ConfigError(
+            f"{what}: expected {parts.scheme}://host:port with a number for the port, got {shown!r}; escape special "
+            "characters of a password with %"
+        )
     if parts.fragment:
         raise ConfigError(f"{what}: expected a url without a fragment, got {shown!r}; write '#' as '%23'")
     merged: dict[str, Any] = {}
@@ -91,16 +76,20 @@ def parse_sink_url(url: object, *, name: str | None, options: Mapping[str, Any])
     authority = f"//{parts.netloc}" if parts.netloc else ""
     return SinkUrl(
         text=url,
-        name=name or (_show_origin(url) if parts.scheme in WEB_SCHEMES else shown),
+        name=name or shown,
         scheme=parts.scheme,
         location=unquote(authority + parts.path),
         options=MappingProxyType(merged),
     )
 
 
-def _show_origin(url: str) -> str:
-    # A webhook's path is often its secret.
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" + (
-        "/…" if parts.path.strip("/") or parts.query else ""
-    )
+# Other packages' schemes may write what they like after the colon.
+_WITH_PORTS: Final = WEB_SCHEMES | frozenset(
+    ["kafka", "nats", "tls", "amqp", "amqps", "redis", "rediss", "mqtt", "mqtts", "postgresql", "mysql", "mariadb"]
+)
+
+
+def _has_ports(authority: str) -> bool:
+    """Whether ports are numbers; one that is not is a part of a password with a bare / ? or #, or lacks its @."""
+    ports = (host.rpartition("]")[2].partition(":")[2] for host in authority.rpartition("@")[2].split(","))
+    return all(not port or port.isdigit() or "{" in port for port in ports)

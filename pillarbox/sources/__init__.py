@@ -22,13 +22,21 @@ class Source(Protocol):
       brings back everything that was not acknowledged.
     - `Dead` is written to the dead letters, with its bytes as they came; only then is it acknowledged.
     - What was taken away meanwhile, by a rebalancing or a lapsed claim, is counted as lost when it is settled.
-    - `claim` returns at once with what is there; a broker that is down raises `StoreUnavailable`.
+    - `claim` returns at once with what is there; a broker that is down raises `StoreUnavailable`. The payloads of one
+      claim weigh at most `max_bytes` together, or it is one message alone.
     """
 
-    name: str
-    modes: frozenset[Mode]
-    in_flight: int
-    joins: frozenset[Joins]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def modes(self) -> frozenset[Mode]: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def joins(self) -> frozenset[Joins]: ...
 
     @property
     def lease(self) -> timedelta: ...
@@ -49,6 +57,7 @@ class Source(Protocol):
         max_attempts: int | None = None,
         park: bool = True,
         is_prefetch: bool = False,
+        max_bytes: int | None = None,
     ) -> Batch: ...
 
     async def next_due(self) -> timedelta | None: ...

@@ -207,11 +207,12 @@ class BrokerSource(ABC):
         max_attempts: int | None = None,
         park: bool = True,
         is_prefetch: bool = False,
+        max_bytes: int | None = None,
     ) -> BrokerBatch:
         await self._look_after_receiver()
         # Before looking: what arrives from now on wakes whoever waits after this.
         self._arrived.clear()
-        entries, is_full = self.pending.claim(limit)
+        entries, is_full = self.pending.claim(limit, max_bytes)
         claims = [entry.claim() for entry in entries]
         try:
             if entries:

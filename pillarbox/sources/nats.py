@@ -300,10 +300,17 @@ class NatsSource(BrokerSource):
         max_attempts: int | None = None,
         park: bool = True,
         is_prefetch: bool = False,
+        max_bytes: int | None = None,
     ) -> BrokerBatch:
         await self._notice_standstill()
         return await super().claim(
-            limit, mode=mode, lease=lease, max_attempts=max_attempts, park=park, is_prefetch=is_prefetch
+            limit,
+            mode=mode,
+            lease=lease,
+            max_attempts=max_attempts,
+            park=park,
+            is_prefetch=is_prefetch,
+            max_bytes=max_bytes,
         )
 
     async def settle(self, claims: Sequence[Claim], outcomes: Sequence[Outcome]) -> Settlement:

@@ -31,6 +31,7 @@ class MessageReader:
             headers={name: value for name, value in headers.items() if not name.lower().startswith("nats-")},
             key=subject if self._has_subject_keys else None,
             sent_at=message.metadata.timestamp,
+            is_named_by_sender=bool(headers.get(MESSAGE_ID)),
         )
         read = read_message(raw)
         # The client puts this where a header's bytes are no text.

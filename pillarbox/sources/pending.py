@@ -7,6 +7,7 @@ wait. A claim looks at the first messages of free lanes only, however many other
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -82,16 +83,25 @@ class Pending:
                 _insert(entry.lane.entries, entry)
             self._offer(entry)
 
-    def claim(self, limit: int) -> tuple[list[Entry], bool]:
-        """Take up to `limit` entries that are free, several of one key if they stand so; says whether more are."""
+    def claim(self, limit: int, max_bytes: int | None = None) -> tuple[list[Entry], bool]:
+        """Take up to `limit` entries that are free, several of one key if they stand so; says whether more are.
+
+        Their payloads weigh at most `max_bytes` together, or it is one alone.
+        """
         self._wake()
         taken: list[Entry] = []
+        left = math.inf if max_bytes is None else max_bytes
         following: dict[int, int] = {}
         while len(taken) < limit and self._free:
             number, entry = heappop(self._free)
             position = following.pop(number, 0)
             if not position and not self._is_free(entry):
                 continue
+            weight = len(entry.read.event.payload)
+            if taken and weight > left:
+                heappush(self._free, (number, entry))
+                break
+            left -= weight
             self._take(entry)
             taken.append(entry)
             successor = self._find(entry, position + 1)

@@ -60,6 +60,7 @@ class MessageReader:
             key=topic if self._has_routing_keys else None,
             content_type=properties.content_type or None,
             sent_at=properties.timestamp,
+            is_named_by_sender=found is not None,
         )
         read = read_message(raw, ce_prefix=CE_PREFIX)
         if DAMAGE in table:

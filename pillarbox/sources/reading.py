@@ -1,4 +1,4 @@
-"""From a broker's message back to the event in it: our own headers, CloudEvents in both modes, or neither.
+"""From a broker's message back to the event in it: our own headers, another outbox's, CloudEvents, or none.
 
 What a stranger sent has none of them: the broker's own id, topic and key do then. A message that cannot be read at all
 gives an event with its bytes as they are, and the reason.
@@ -36,6 +36,21 @@ _OWN: Final = {
     "aggregate-type": "aggregate_type",
     "aggregate-id": "aggregate_id",
 }
+OPENOUTBOX_ID: Final = "x-event-id"
+OPENOUTBOX_KEY: Final = "x-partition-key"
+_OPENOUTBOX: Final = {OPENOUTBOX_KEY: "key"}
+# What a table has no column for travels so; nobody else writes these.
+_CARRIED: Final = {"pillarbox-id": "id", "pillarbox-type": "type", "pillarbox-key": "key"}
+_OMNIBOX: Final = {
+    "event_id": "id",
+    "event_type": "type",
+    "schema_version": "schema_version",
+    "trace_id": "trace_id",
+    "correlation_id": "correlation_id",
+    "causation_id": "causation_id",
+}
+# The outbox event router's own default.
+_DEBEZIUM_TOPIC: Final = "outbox.event."
 _CLOUD: Final = {
     "type": "type",
     "source": "source",
@@ -59,6 +74,8 @@ class Raw:
     key: str | None = None
     content_type: str | None = None
     sent_at: datetime | None = None
+    is_named_by_sender: bool = False
+    """Whether the id is one that the sender gave it, rather than its place in the broker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +117,47 @@ def _read(raw: Raw, ce_prefix: str) -> Read:
 
 
 def _read_own(raw: Raw, headers: dict[str, str | None], named: dict[str, str], content_type: str | None) -> Read:
-    message_id = _take(headers, named, "event-id") or raw.id
+    own_id = _take(headers, named, "event-id")
+    others = {} if own_id is not None else _take_others(raw, headers, named)
+    message_id = own_id or others.pop("id", None) or raw.id
     time = _take(headers, named, "event-time")
     found = {field: _take(headers, named, name) for name, field in _OWN.items()}
-    fields = {field: value for field, value in found.items() if value is not None}
+    fields = others | {field: value for field, value in found.items() if value is not None}
     fields["content_type"] = content_type or BYTES
     return Read(message_id, _load(raw, message_id, fields, headers, raw.body, time), raw=raw)
+
+
+def _take_others(raw: Raw, headers: dict[str, str | None], named: dict[str, str]) -> dict[str, str]:
+    """Take out what the publisher of another outbox wrote, where its names are surely its own.
+
+    An id that is not the message's would make another message a repeat of it, so a name alone is not enough: it must be
+    a UUID, and the sender must not have named the message otherwise.
+    """
+
+    def is_id(name: str) -> bool:
+        return not raw.is_named_by_sender and is_uuid(headers.get(named.get(name, "")))
+
+    wanted = dict(_CARRIED)
+    if is_id(OPENOUTBOX_ID):
+        wanted |= {OPENOUTBOX_ID: "id", **_OPENOUTBOX}
+    elif OPENOUTBOX_KEY in named:
+        wanted |= _OPENOUTBOX
+    elif is_id("event_id") and "event_type" in named:
+        wanted |= _OMNIBOX
+    elif raw.topic.startswith(_DEBEZIUM_TOPIC) and is_id("id"):
+        wanted |= {"id": "id"}
+    if not is_id("pillarbox-id"):
+        del wanted["pillarbox-id"]
+    found = {field: headers.pop(named[name], None) for name, field in wanted.items() if name in named}
+    return {field: value for field, value in found.items() if value}
+
+
+def is_uuid(text: str | None) -> bool:
+    """Whether a text is that of a UUID."""
+    try:
+        return text is not None and bool(UUID(text))
+    except ValueError:
+        return False
 
 
 def _read_binary(

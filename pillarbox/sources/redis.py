@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
@@ -23,7 +23,7 @@ from pillarbox.sinks.url import SinkUrl
 from pillarbox.sources import DeadLetters
 from pillarbox.sources.broker import LEASE, PREFETCH, BrokerSource
 from pillarbox.sources.pending import Entry
-from pillarbox.sources.reading import Raw, Read, read_message
+from pillarbox.sources.reading import OPENOUTBOX_ID, OPENOUTBOX_KEY, Raw, Read, is_uuid, read_message
 from pillarbox.sources.redis_group import Found, Place, RedisGroup, to_place
 from pillarbox.values import Read as Reader
 from pillarbox.values import one_of, read_number, read_pause, read_switch, read_text, read_texts
@@ -280,6 +280,20 @@ def _make_entry(found: Found) -> Entry:
     return Entry(_read(found, _as_time(place[0])), (found.stream, found.id), found.tries, place)
 
 
+def _read_openoutbox(fields: Mapping[str, bytes]) -> dict[str, str | bytes | None] | None:
+    """The headers of an entry with the fields of the Open Outbox Relay and no others."""
+    names = fields.keys() - {"id", "partition_key"}
+    # An id alone may be that of the order which a message is about.
+    is_theirs = ("partition_key" in fields or bool(names)) and all(name.startswith("h:") for name in names)
+    if not is_theirs or not is_uuid(fields.get("id", b"").decode(errors="replace")):
+        return None
+    headers: dict[str, str | bytes | None] = {name.removeprefix("h:"): fields[name] for name in sorted(names)}
+    headers[OPENOUTBOX_ID] = fields["id"]
+    if "partition_key" in fields:
+        headers[OPENOUTBOX_KEY] = fields["partition_key"]
+    return headers
+
+
 def _read(found: Found, sent_at: datetime | None) -> Read:
     raw = Raw(f"{found.stream}:{found.id}", found.stream, b"", sent_at=sent_at)
     if found.fields is None:
@@ -288,7 +302,7 @@ def _read(found: Found, sent_at: datetime | None) -> Read:
     fields = {name.decode(errors="backslashreplace"): value for name, value in found.fields}
     if BODY in fields:
         raw.body = fields.pop(BODY)
-        raw.headers = _restore_header(fields)
+        raw.headers = _read_openoutbox(fields) or _restore_header(fields)
         return read_message(raw)
     raw.headers = dict(fields)
     try:

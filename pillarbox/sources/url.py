@@ -12,8 +12,9 @@ from importlib.metadata import EntryPoint
 from typing import Any, Final
 
 from pillarbox.errors import ConfigError
-from pillarbox.sinks.url import SinkUrl, mask_url, parse_sink_url
+from pillarbox.sinks.url import SinkUrl, parse_sink_url
 from pillarbox.sources import DeadLetters, Source
+from pillarbox.urls import Secrets, mask_url
 
 _OWN: Final = {
     "kafka": "pillarbox.sources.kafka:KafkaSource.from_url",
@@ -33,7 +34,7 @@ def open_source(url: str, *, group: str, dead: DeadLetters, name: str | None = N
     `name` is what errors, logs and status call the source, the URL without its secrets when not given. Options are
     those of the URL's query and those given here; an unknown one is refused.
     """
-    with speak_of_sources():
+    with Secrets(url, options).hidden(), speak_of_sources():
         parsed = parse_sink_url(url, name=name, options=options)
         if not group.strip():
             raise ConfigError(f"Source {parsed.name!r} group: expected the name of a consumer group, got {group!r}")

@@ -167,13 +167,20 @@ class Store(Protocol):
     - What the database refuses for the moment raises `StoreUnavailable`; nothing is half done.
     """
 
-    name: str
-    modes: frozenset[Mode]
-    """The ways of claiming that layout, database and connection allow."""
-    in_flight: int
-    """How many batches under way at once pay off."""
-    joins: frozenset[Joins]
-    """What kinds of sessions can be made on the transaction of `Batch.settle_one`; none where it has no such thing."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def modes(self) -> frozenset[Mode]:
+        """The ways of claiming that layout, database and connection allow."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many batches under way at once pay off."""
+
+    @property
+    def joins(self) -> frozenset[Joins]:
+        """What kinds of sessions can be made on the transaction of `Batch.settle_one`; none without such a thing."""
 
     @property
     def lease(self) -> timedelta:
@@ -196,12 +203,15 @@ class Store(Protocol):
         max_attempts: int | None = None,
         park: bool = True,
         is_prefetch: bool = False,
+        max_bytes: int | None = None,
     ) -> Batch:
         """Claim up to `limit` events.
 
         `max_attempts` buries rows whose lease lapsed on their last attempt, `park` says whether they park their key. A
-        prefetch, made while other batches of
-        this relay are under way, leaves rows that wait behind them where they are.
+        prefetch, made while other batches of this relay are under way, leaves rows that wait behind them where they
+        are. The payloads weigh at most `max_bytes` together, unless one alone weighs more: it comes alone. What comes
+        after them waits for the next claim, and the batch is full. No more is loaded into memory than that and a
+        quarter.
         """
 
     async def next_due(self) -> timedelta | None:

@@ -14,6 +14,7 @@ from pillarbox.layouts.layout import Layout
 from pillarbox.stores import Counts
 from pillarbox.stores.transitions import Transitions
 
+_OLDEST = timedelta(days=365_000).total_seconds()
 _PARTS = ("new", "retrying", "held", "scheduled", "blocked", "delivered")
 
 
@@ -21,6 +22,11 @@ def is_dead(layout: Layout, table: sa.Table) -> ColumnElement[bool]:
     """Which rows of the table that keeps the dead ones are dead."""
     where = layout.grave.where
     return sa.true() if where is None else where(table.c)
+
+
+def _age(seconds: Any) -> timedelta | None:
+    # A time may be infinite, and a duration may not.
+    return None if seconds is None else timedelta(seconds=max(0.0, min(-float(seconds), _OLDEST)))
 
 
 class Counting:
@@ -41,8 +47,7 @@ class Counting:
         dead = self._count(self._grave, is_dead(self._layout, self._grave))
         columns = [query.label(name) for name, query in {**counted, "dead": dead, "age": self._oldest()}.items()]
         row = db.execute(sa.select(*columns)).one()._mapping
-        age = None if row["age"] is None else timedelta(seconds=max(0.0, -float(row["age"])))
-        return Counts(**{name: row[name] for name in (*_PARTS, "dead")}, oldest_pending=age)
+        return Counts(**{name: row[name] for name in (*_PARTS, "dead")}, oldest_pending=_age(row["age"]))
 
     def _count_in_one_pass(self, db: sa.Connection) -> Counts:
         """Our own table has no index that only counts would use."""
@@ -55,12 +60,11 @@ class Counting:
         oldest = sa.func.min(sa.case((is_pending, outbox.c[self._layout.created or ""])))
         row = db.execute(sa.select(*columns, seconds_until(oldest)).where(self._t.is_mine(outbox))).one()
         dead = db.execute(sa.select(self._count(self._grave, is_dead(self._layout, self._grave)))).scalar_one()
-        age = None if row[-1] is None else timedelta(seconds=max(0.0, -float(row[-1])))
         counted: dict[str, int] = dict(zip(_PARTS, row, strict=False))
         if self._layout.history is not None:
             history = self._count(self._t.tables[self._layout.history.role], sa.true())
             counted["delivered"] += db.execute(sa.select(history)).scalar_one()
-        return Counts(**counted, dead=dead, oldest_pending=age)
+        return Counts(**counted, dead=dead, oldest_pending=_age(row[-1]))
 
     def _count_part(self, name: str) -> Any:
         condition = getattr(self._layout.counts, name)

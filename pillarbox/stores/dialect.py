@@ -7,7 +7,7 @@ statement, so that there is never a statement a row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from operator import attrgetter
 from types import SimpleNamespace
@@ -17,6 +17,9 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.sql.elements import ColumnElement
+
+# At most seven bytes each as they are sent, so less than a quarter of MariaDB's limit.
+_MOST_TEXT = 500_000
 
 
 class Given(NamedTuple):
@@ -30,12 +33,25 @@ class Given(NamedTuple):
     parks: bool = False
 
 
+def in_parts(rows: Sequence[Given]) -> Iterator[Sequence[Given]]:
+    """The rows in parts whose errors fit into one statement: MySQL and MariaDB hang up on one that is too long."""
+    start = weight = 0
+    for index, row in enumerate(rows):
+        weight += len(row.error or "")
+        if weight > _MOST_TEXT and index > start:
+            yield rows[start:index]
+            start, weight = index, len(row.error or "")
+    yield rows[start:]
+
+
 class Kind(NamedTuple):
     """How a value of a batch is typed: in SQLAlchemy, in an array of PostgreSQL, in MySQL's JSON_TABLE."""
 
     type: Any
     postgres: str
     mysql: str
+    is_text: bool = False
+    """Whether PostgreSQL gives and takes it as text: a time may be one that its driver cannot read."""
 
 
 _COMMON = {
@@ -51,7 +67,8 @@ class Kinds:
 
     def __init__(self, table: sa.Table, rows: Sequence[str], fence: str, *, is_raw: bool = False) -> None:
         self.row_names = tuple("row_id" if index == 0 else f"row_id_{index}" for index in range(len(rows)))
-        self._kinds = {name: _kind_of(table.c[row]) for name, row in zip(self.row_names, rows, strict=True)}
+        columns = zip(self.row_names, (table.c[row] for row in rows), strict=True)
+        self._kinds = {name: _kind_of(column)._replace(is_text=is_time(column.type)) for name, column in columns}
         kind = _kind_of(table.c[fence])
         # A fence that was read from its row goes back as the driver gave it.
         self._kinds["fence"] = kind._replace(type=sa.types.NullType()) if is_raw else kind
@@ -82,6 +99,11 @@ def _kind_of(column: ColumnElement[Any]) -> Kind:
     in_mysql = re.sub(r"CHARACTER SET utf8mb4 COLLATE \w+", "CHARACTER SET ascii COLLATE ascii_bin", in_mysql)
     in_postgres = column.type.compile(dialect=postgresql.dialect())  # type: ignore[no-untyped-call]
     return Kind(column.type, in_postgres, in_mysql.replace("UUID", "CHAR(36)"))
+
+
+def is_time(type: Any) -> bool:
+    """Whether a column of this type holds instants."""
+    return isinstance(getattr(type, "impl", type), sa.DateTime)
 
 
 def is_any(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
@@ -123,8 +145,13 @@ class GivenRows:
         return {"g_rows": orjson.dumps(wanted, default=_plain, option=orjson.OPT_PASSTHROUGH_DATETIME).decode()}
 
     def _unnest(self) -> str:
-        arrays = ", ".join(f"CAST(:g_{name} AS {self._kinds[name].postgres}[])" for name in self.names)
+        arrays = ", ".join(map(self._array, self.names))
         return f"SELECT * FROM unnest({arrays}) AS g({', '.join(self.names)})"
+
+    def _array(self, name: str) -> str:
+        kind = self._kinds[name]
+        given = f"CAST(:g_{name} AS TEXT[])" if kind.is_text else f":g_{name}"
+        return f"CAST({given} AS {kind.postgres}[])"
 
     def _json_table(self) -> str:
         columns = ", ".join(

@@ -13,36 +13,113 @@ from typing import Any
 from uuid import UUID, SafeUUID
 
 import sqlalchemy as sa
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.functions import FunctionElement
 
 from pillarbox.codec import decode_json
-from pillarbox.event import BYTES, EVENT_FIELDS, NO_HEADERS, Claim, Event, Loader, compile_loader, load_event
+from pillarbox.event import BYTES, EVENT_FIELDS, LIMITS, NO_HEADERS, Claim, Event, Loader, compile_loader, load_event
 from pillarbox.layouts.clock import UuidText
 from pillarbox.layouts.foreign import NativeUuid
 from pillarbox.layouts.layout import Layout
+from pillarbox.stores.dialect import is_time
 
-UNREADABLE = (ValueError, TypeError, AttributeError)
+UNREADABLE = (ValueError, TypeError, AttributeError, OverflowError)
+MOST_TRIES = 2**31 - 1
+"""What the attempts of every layout can count to."""
 FIRST_FIELD = 6
 """Where the event's fields start in the rows of a pick."""
 
 
 def raw_fields(layout: Layout, table: Any) -> list[ColumnElement[Any]]:
     """The columns of an event in the order of its fields, NULL where the table has none; then the layout's extra."""
-    fields = [
-        _raw(table.c[layout.fields[name]], name in ("payload", "headers")).label(f"field_{name}")
-        if name in layout.fields
-        else sa.null().label(f"field_{name}")
-        for name in EVENT_FIELDS
-    ]
+    fields = [raw_field(layout, table, name).label(f"field_{name}") for name in EVENT_FIELDS]
     extra = [table.c[name] for name in layout.extra if name in table.c]
-    return [*fields, *(_raw(column, True).label(f"extra_{column.name}") for column in extra)]
+    return [*fields, *(as_read(column, may_be_document=True).label(f"extra_{column.name}") for column in extra)]
 
 
-def _raw(column: Any, may_be_document: bool) -> ColumnElement[Any]:
-    # JSON as the database's own text: a payload goes on as it is, and a driver takes headers apart more slowly.
-    is_document = may_be_document and isinstance(column.type, sa.JSON)
-    plain: ColumnElement[Any] = sa.cast(column, sa.Text) if is_document else sa.type_coerce(column, sa.types.NullType())
-    return plain
+def raw_field(layout: Layout, table: Any, name: str) -> ColumnElement[Any]:
+    if name not in layout.fields:
+        return sa.null()
+    return as_read(table.c[layout.fields[name]], may_be_document=name in ("payload", "headers"))
+
+
+def claimed_fields(layout: Layout, table: Any) -> list[ColumnElement[Any]]:
+    """The same for a claim: NULL for a payload of more than `light` bytes; see `weighing`."""
+    fields = raw_fields(layout, table)
+    if "payload" in layout.fields:
+        payload = raw_field(layout, table, "payload")
+        is_light = weight(payload) <= sa.bindparam("light", type_=sa.BigInteger)
+        fields[EVENT_FIELDS.index("payload")] = sa.case((is_light, payload)).label("field_payload")
+    return fields
+
+
+class weight(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it stands for
+    """The bytes of a value. The databases know them without reading a large one."""
+
+    inherit_cache = True
+    type = sa.BigInteger()
+    name = "weight"
+
+
+@compiles(weight)
+def _weight(element: weight, compiler: Any, **kw: Any) -> str:
+    return f"octet_length({compiler.process(element.clauses, **kw)})"
+
+
+@compiles(weight, "sqlite")
+def _weight_in_sqlite(element: weight, compiler: Any, **kw: Any) -> str:
+    # The length of text is counted in characters there; that of a blob is known without reading it.
+    value = compiler.process(element.clauses, **kw)
+    return f"CASE typeof({value}) WHEN 'blob' THEN length({value}) ELSE length(CAST({value} AS BLOB)) END"
+
+
+class readable(FunctionElement[Any]):  # noqa: N801 - reads as the SQL function it stands for
+    """A time as its driver can read it: one of PostgreSQL before Christ, after the year 9999 or infinite is `_BEYOND`.
+
+    The driver would fail on the whole result otherwise, and with it every row beside the odd one.
+    """
+
+    inherit_cache = True
+    type = sa.types.NullType()
+    name = "readable"
+
+
+@compiles(readable)
+def _readable(element: readable, compiler: Any, **kw: Any) -> str:
+    return str(compiler.process(element.clauses, **kw)).removeprefix("(").removesuffix(")")
+
+
+@compiles(readable, "postgresql")
+def _readable_in_postgres(element: readable, compiler: Any, **kw: Any) -> str:
+    time = compiler.process(element.clauses, **kw)
+    is_readable = f"{time} >= '0001-01-01 00:00:00+00' AND {time} < '9999-12-30 00:00:00+00'"
+    return f"CASE WHEN {is_readable} THEN {time} WHEN {time} IS NOT NULL THEN '9999-12-31 00:00:00+00' END"
+
+
+_BEYOND = datetime(9999, 12, 30, tzinfo=UTC)
+
+
+def read_time(value: Any) -> datetime | None:
+    """A time as a listing shows it; None for one that cannot be read."""
+    try:
+        return None if value is None else _decode_time(value)
+    except UNREADABLE:
+        return None
+
+
+def count_tries(attempts: Any) -> int:
+    """The attempts of a row; text in their column is none, and nothing counts further than a column does."""
+    return min(attempts, MOST_TRIES) if type(attempts) is int else 0
+
+
+def as_read(column: Any, *, may_be_document: bool = False) -> ColumnElement[Any]:
+    """A column as its driver gives it: a time as it can read it, a document as the database's own text."""
+    plain: ColumnElement[Any] = sa.type_coerce(column, sa.types.NullType())
+    if is_time(column.type):
+        return readable(plain)
+    # A payload goes on as it is, and a driver takes headers apart more slowly, or fails on the whole result.
+    return sa.cast(column, sa.Text) if may_be_document and isinstance(column.type, sa.JSON) else plain
 
 
 class EventLoader:
@@ -89,6 +166,9 @@ class EventLoader:
             except UNREADABLE:
                 good[name] = None
         payload = values[EVENT_FIELDS.index("payload")]
+        for name in ("type", "topic", "key"):
+            if isinstance(good[name], bytes):
+                good[name] = None if name == "key" else good[name].decode(errors="backslashreplace")
         topic = str(good["topic"] or good["type"])
         return [
             good["id"] if isinstance(good["id"], UUID) else UUID(int=0),
@@ -116,10 +196,13 @@ class ClaimLoader:
 
     def _make(self, row: Sequence[Any], row_id: Any, attempts: int) -> Claim:
         try:
+            if type(attempts) is not int or attempts >= MOST_TRIES:
+                raise ValueError(f"expected a number of attempts below {MOST_TRIES}, got {attempts!r}")
             return Claim(row_id, self._read(row, row_id), attempts + 1)
-        except UNREADABLE:
+        except UNREADABLE as error:
             event, defect = self._events.load(row, row_id)
-            return Claim(row_id, event, attempts + 1, defect=f"Row {row_id}: {defect}")
+            tries = min(count_tries(attempts) + 1, MOST_TRIES)
+            return Claim(row_id, event, tries, defect=f"Row {row_id}: {defect or error}")
 
     def _make_more(self, row: Sequence[Any], row_id: Any, attempts: int) -> Claim:
         claim = self._make(row, row_id, attempts)
@@ -152,16 +235,32 @@ def _decoders(layout: Layout, table: sa.Table, dialect: str) -> dict[str, Callab
     if "id" in layout.fields:
         decoders["id"] = _plain_uuid if is_postgres else _read_uuid
     for name in ("due_at", "created_at"):
-        if name in layout.fields and not (is_postgres and getattr(table.c[layout.fields[name]].type, "timezone", True)):
+        if name in layout.fields:
             decoders[name] = _decode_time
     payload = table.c[layout.fields["payload"]].type if "payload" in layout.fields else None
     # SQLite's columns hold whatever was written into them.
     if not isinstance(payload, sa.LargeBinary) or dialect == "sqlite":
         decoders["payload"] = _text_to_bytes
+    if dialect == "sqlite":
+        decoders |= {name: _check_text for name in layout.fields if name in LIMITS}
+        decoders |= {"max_attempts": _check_number} if "max_attempts" in layout.fields else {}
     for name in ("aggregate_id", "correlation_id", "causation_id", "key"):
         if name in layout.fields and not isinstance(table.c[layout.fields[name]].type, sa.String):
             decoders[name] = str
     return decoders
+
+
+def _check_text(value: Any) -> str:
+    # Text that is not UTF-8 arrives as bytes, and a column without a type may hold a blob.
+    if type(value) is str:
+        return value
+    raise ValueError(f"expected text, got {value!r}")
+
+
+def _check_number(value: Any) -> int:
+    if type(value) is int:
+        return value
+    raise ValueError(f"expected a number, got {value!r}")
 
 
 def _text_to_bytes(value: Any) -> bytes:
@@ -183,8 +282,10 @@ def _decode_headers(value: Any) -> Mapping[str, Any]:
 def _decode_time(value: Any) -> datetime:
     if isinstance(value, str):  # SQLite
         value = datetime.fromisoformat(value)
-    moment: datetime = value
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    moment: datetime = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
+    if moment >= _BEYOND:
+        raise ValueError("expected a time of the years 1 to 9999, got one beyond them")
+    return moment
 
 
 def _read_uuid(value: Any) -> UUID:

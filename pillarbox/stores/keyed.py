@@ -30,12 +30,14 @@ from pillarbox.event import Claim, Outcome
 from pillarbox.layouts.layout import Delete, Layout, Update
 from pillarbox.stores import Mode
 from pillarbox.stores.dialect import Given, is_mysql
-from pillarbox.stores.fields import ClaimLoader
+from pillarbox.stores.fields import FIRST_FIELD, ClaimLoader
 from pillarbox.stores.hot import Hot
 from pillarbox.stores.lanes import LaneShare, build_latch
 from pillarbox.stores.outcomes import freed_keys
 from pillarbox.stores.pick import build_pick
+from pillarbox.stores.refusals import write_apart
 from pillarbox.stores.transitions import WAKE_LIMIT, Taken, Transitions
+from pillarbox.stores.weighing import Scale
 
 WRITERS = "#writers"
 
@@ -50,8 +52,9 @@ class KeyedTransitions(Transitions):
         self.share = LaneShare(self._order.lanes)
         self._pick = build_pick(layout, tables, dialect=dialect, sink=sink)
         self._loader = ClaimLoader(layout, self.outbox, dialect)
+        self.scale = Scale(layout, self.outbox, dialect, FIRST_FIELD, as_given=self._as_given)
         self._latch = build_latch(layout, tables, dialect=dialect, sink=sink)
-        self._due = [Hot(self._select_due(due(self.outbox.c))) for due in self._order.due]
+        self._due = [self._select_due(due(self.outbox.c)) for due in self._order.due]
         self._unblock = Hot(self._build_unblock())
         self._overtaken = {role: self._build_overtaken(tables[role]) for role in ("outbox", "dead")}
 
@@ -74,13 +77,17 @@ class KeyedTransitions(Transitions):
         claims: list[Claim] = []
         blocked: list[tuple[Any, str]] = []
         is_full = has_tried = False
+        limit = self.scale.narrow(limit)
         # Lanes that hold only rows which cannot be had now must not hide the others.
         while not claims and (lanes := set(self._latch(db, self.share, {*busy, *seen})) - seen):
             seen |= lanes
             depth = self.share.rows_per_lane(limit, len(lanes))
-            rows = self._pick(db, sorted(lanes), depth, limit)
+            rows = self._pick(db, sorted(lanes), depth, limit, self.scale.light(limit))
             is_full |= self.share.picked(limit, rows, depth)
-            claims, waiting, was_tried = self._choose(rows, mode)
+            chosen, waiting, was_tried = self._choose(rows, mode)
+            chosen, is_cut = self.scale.cut(db, chosen)
+            claims = list(map(self._loader.load, chosen))
+            is_full |= is_cut
             blocked += waiting
             has_tried |= was_tried
         if mode == "lease" and claims:
@@ -92,14 +99,18 @@ class KeyedTransitions(Transitions):
         is_full |= bool(claims) and len(lanes) >= self.share.wanted
         return Taken(claims, blocked, lanes, is_full, has_tried)
 
-    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[list[Claim], list[tuple[Any, str]], bool]:
-        claims: list[Claim] = []
+    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[Sequence[Any], list[tuple[Any, str]], bool]:
+        chosen: list[Any] = []
         blocked: list[tuple[Any, str]] = []
         broken: set[str] = set()
         has_tried = False
-        load = self._loader.load
         for row in rows:
             row_id, key, is_blocked, locked, attempts = row[0], row[1], row[2], row[4], row[5]
+            if type(key) is not str:
+                # A blob: its row dies when nothing of the same key is in flight.
+                key = None
+                if is_blocked:
+                    continue
             if key is not None and key in broken:
                 if is_blocked:
                     blocked.append((row_id, key))
@@ -108,29 +119,31 @@ class KeyedTransitions(Transitions):
                 blocked.append((row_id, key))
             elif locked is not None:
                 if mode == "lease" or not attempts:
-                    claims.append(load(row))
+                    chosen.append(row)
                     continue
                 has_tried = True
             if key is not None:
                 broken.add(key)
-        return claims, blocked, has_tried
+        return chosen, blocked, has_tried
 
     def block(self, db: sa.Connection, blocked: Sequence[tuple[Any, str]]) -> int:
         """Take rows that wait behind another out of the claim index.
 
         The rows in front are locked first and must still be in front: whoever settles them waits for this commit and
-        then sets the marked rows ready again, so that no row stays blocked behind nothing.
+        then sets the marked rows ready again, so that no row stays blocked behind nothing. Only an earlier row counts:
+        one that came due while a later one was in flight waits for that, and not for what becomes of it.
         """
-        order = self._order
+        order, row_name = self._order, self.layout.row
         keys = sorted({key for _, key in blocked})
-        fronts: set[str] = set()
+        fronts: dict[str, Any] = {}
         for name, front in (("outbox", order.in_flight), ("outbox", order.blocking), ("dead", order.parking)):
             table = self.tables[name]
-            query = sa.select(table.c[order.key]).where(
+            query = sa.select(table.c[order.key], table.c[row_name]).where(
                 table.c[order.sink] == self.sink, table.c[order.key].in_(keys), front(table.c)
             )
-            fronts.update(db.execute(query.with_for_update(skip_locked=True)).scalars())
-        rows = [row for row, key in blocked if key in fronts]
+            for key, number in db.execute(query.with_for_update(skip_locked=True)):
+                fronts[key] = min(number, fronts.get(key, number))
+        rows = [row for row, key in blocked if key in fronts and fronts[key] < row]
         if not rows:
             return 0
         free = sa.select(self._row).where(self._row.in_(rows), self.layout.ready(self.outbox.c))
@@ -142,12 +155,30 @@ class KeyedTransitions(Transitions):
     def wake(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
         # Some of those marked behind lapsed rows may not have to wait any more; the next claim marks the others again.
         moved = self._let_lapsed_go(db, max_attempts, park)
-        for query in self._due:
-            due: Sequence[Any] = query.execute(db, {"limit": WAKE_LIMIT}).all()
-            moved += self._write(db, "promote", [Given(row) for row, _ in due])
+        for find, lock in self._due:
+            due = self._lock_due(db, find, lock)
+            given = [Given(row, parks=park and key is not None) for row, key in due]
+            promoted, refused = write_apart(db, lambda rows: self._write(db, "promote", rows), given)
+            moved += promoted + self._bury_refused(db, [], refused)
             # Those marked as blocked behind it return with it: a later one that is not marked would pass them.
             self.unblock(db, {key for _, key in due if key is not None})
         return moved
+
+    def _lock_due(self, db: sa.Connection, find: Hot, lock: sa.Select[Any]) -> list[tuple[Any, str | None]]:
+        """Lock the rows whose time has come, and none of them past an earlier one of its key.
+
+        What somebody else has locked may be about to become ready: until that is committed, the later rows of its key
+        wait with it.
+        """
+        found: Sequence[Any] = find.execute(db, {"limit": WAKE_LIMIT}).all()
+        if not found:
+            return []
+        locked = {row for row, is_due in db.execute(lock, {"rows": [row for row, _ in found]}) if is_due}
+        passed: dict[str, Any] = {}
+        for row, key in found:
+            if key is not None and row not in locked:
+                passed[key] = min(row, passed.get(key, row))
+        return [(row, key) for row, key in found if row in locked and (key not in passed or row < passed[key])]
 
     def _settled(
         self,
@@ -170,8 +201,9 @@ class KeyedTransitions(Transitions):
                 keys.update(db.execute(query, {"rows": [given.row_id for given in rows]}).scalars())
         return keys
 
-    def unblock(self, db: sa.Connection, keys: Iterable[str]) -> None:
-        wanted: Any = list(keys)
+    def unblock(self, db: sa.Connection, keys: Iterable[Any]) -> None:
+        # A key may be a blob where columns have no types; nothing is ever marked behind one.
+        wanted: Any = [key for key in keys if isinstance(key, str)]
         if wanted:
             listed = orjson.dumps(wanted).decode() if self.dialect == "sqlite" else wanted
             self._unblock.execute(db, {"keys": listed})
@@ -196,10 +228,21 @@ class KeyedTransitions(Transitions):
 
     # -- building -----------------------------------------------------------------------------------------------------
 
-    def _select_due(self, condition: ColumnElement[bool]) -> sa.Select[Any]:
+    def _select_due(self, condition: ColumnElement[bool]) -> tuple[Hot, sa.Select[Any]]:
+        """The rows whose time has come, and a lock on those of them that can be had, saying which are still such."""
         until = self.outbox.c[self.layout.lease.at]
-        query = sa.select(self._row, self.outbox.c[self._order.key]).where(self.is_mine(self.outbox), condition)
-        return query.order_by(until).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
+        find = sa.select(self._row, self.outbox.c[self._order.key]).where(self.is_mine(self.outbox), condition)
+        # By number as well: of events that are due at one moment, the limit must not cut off the first.
+        find = find.order_by(until, self._row).limit(sa.bindparam("limit"))
+        if self.dialect == "postgresql":
+            given = self._row == sa.any_(sa.bindparam("rows", type_=postgresql.ARRAY(self._row.type)))
+        else:
+            given = self._row.in_(sa.bindparam("rows", expanding=True))
+        # By number alone: a condition on the time would tempt a planner to read all rows that are due.
+        lock = sa.select(self._row, condition.label("is_due")).where(given)
+        for name in ("mysql", "mariadb"):
+            lock = lock.with_hint(self.outbox, "FORCE INDEX (PRIMARY)", name)
+        return Hot(find), lock.with_for_update(skip_locked=True)
 
     def _build_overtaken(self, failed: sa.Table) -> sa.Select[Any]:
         layout, order, other = self.layout, self._order, self.outbox.alias()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from pillarbox.errors import StoreUnavailable
+from pillarbox.errors import StoreRefused, StoreUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Outcome
 from pillarbox.stores import Effect, Joins, Mode, Settlement
+from pillarbox.stores.refusals import UNWRITABLE, settle_apart
 from pillarbox.stores.transitions import Taken
 
 if TYPE_CHECKING:
@@ -59,11 +61,20 @@ class LeaseBatch:
             return settlement
 
         try:
-            settlement = await self._store.run(write) if claims or effect is not None else Settlement()
+            settlement = await self._store.run_soon(write) if claims or effect is not None else Settlement()
+        except (StoreRefused, *UNWRITABLE):
+            # What an effect wrote is for all of the claims or for none: whoever asked for it decides.
+            if effect is not None:
+                raise
+            settlement = await self._settle_apart(claims, outcomes, park)
         except _ClaimsLost as error:
             return early + await self._give_up(len(claims), error.count)
         self._leave_lanes()
         return early + settlement
+
+    async def _settle_apart(self, claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool) -> Settlement:
+        settle = partial(self._store.transitions.settle, mode="lease", park=park)
+        return await self._store.run_soon(lambda db: settle_apart(db, settle, claims, outcomes))
 
     async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool:
         # Settled last: a row locked for as long as a handler runs could not be renewed, nor those with it.
@@ -95,13 +106,13 @@ class LeaseBatch:
         claims = [claim for claim in self.claims if id(claim) not in self._early]
         if not claims:
             return []
-        return await self._store.run(lambda db: self._store.transitions.renew(db, claims, lease))
+        return await self._store.run_soon(lambda db: self._store.transitions.renew(db, claims, lease))
 
     async def abandon(self) -> None:
         try:
             if self.claims:
                 await self.settle([RELEASED] * len(self.claims))
-        except StoreUnavailable as error:
+        except (StoreRefused, StoreUnavailable) as error:
             log.warning("Could not release %d claims, they lapse by themselves: %s", len(self.claims), error)
         finally:
             self._leave_lanes()

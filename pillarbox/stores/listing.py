@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from pillarbox.stores import Filter, Record, State
 from pillarbox.stores.counting import is_dead
-from pillarbox.stores.fields import EventLoader, raw_fields
+from pillarbox.stores.fields import EventLoader, count_tries, raw_fields, read_time, readable
 from pillarbox.stores.places import Place, Places, raw
 from pillarbox.stores.transitions import Transitions
 
@@ -22,6 +22,7 @@ _STATES: dict[str, State] = {
     "scheduled": "scheduled",
     "retrying": "waiting",
 }
+_TIMES = ("until_at", "delivered_at", "died_at")
 _COLUMNS = ("row", "attempts", "error", "until_at", "delivered_at", "died_at", "parks", "origin")
 
 
@@ -63,8 +64,10 @@ class Listing:
         for name in _COLUMNS:
             column = name if name == "parks" else getattr(place, name)
             columns = place.table.c if name == "row" else life
-            value = columns[column] if column is not None and column in columns else sa.null()
-            found[name] = (raw(value) if name == "row" else value).label(f"record_{name}")
+            value: Any = columns[column] if column is not None and column in columns else sa.null()
+            if name in _TIMES:
+                value = readable(raw(value))
+            found[name] = (raw(value) if name in ("row", "attempts") else value).label(f"record_{name}")
         return found
 
     def _state(self, place: Place) -> Any:
@@ -96,13 +99,14 @@ class Listing:
     def _record(self, row: Any) -> Record:
         state, row_id, attempts, error, until_at, delivered_at, died_at, parks, origin = row[: 1 + len(_COLUMNS)]
         event, _ = self._loader.load(row, row_id if origin is None else origin)
+        until_at, delivered_at, died_at = map(read_time, (until_at, delivered_at, died_at))
         is_buried = state == "dead"
         return Record(
             event=event,
             seq=row_id,
             state=state,
-            attempts=attempts or 0,
-            error=error,
+            attempts=count_tries(attempts),
+            error=error if error is None or isinstance(error, str) else repr(error),
             until_at=until_at,
             delivered_at=delivered_at if state == "delivered" else None,
             died_at=died_at if is_buried else None,

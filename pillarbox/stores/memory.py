@@ -7,6 +7,7 @@ locks is a field of a row here, and a transaction is a list of rows not yet adde
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ class MemoryBatch:
         self._store = store
         self._is_settled = False
         self.claims: list[Claim] = []
-        self.mode = mode
+        self.mode: Mode = mode
         self.is_full = False
         self.has_tried = False
 
@@ -183,6 +184,7 @@ class MemoryStore:
         max_attempts: int | None = None,
         park: bool = True,
         is_prefetch: bool = False,
+        max_bytes: int | None = None,
     ) -> MemoryBatch:
         if mode not in self.modes:
             raise Unsupported(f"Store {self.name}: cannot claim by {mode}, only by {', '.join(self.modes)}")
@@ -190,6 +192,7 @@ class MemoryStore:
         batch, token = MemoryBatch(self, mode), uuid4()
         in_flight, first = self._fronts()
         broken: set[str | None] = set()
+        left = math.inf if max_bytes is None else max_bytes
         for row in self._select("ready"):
             if row.holder is not None or row.event.key in broken:
                 continue
@@ -198,9 +201,13 @@ class MemoryStore:
             elif mode == "hold" and row.attempts:
                 batch.has_tried = True
                 broken |= {row.event.key} - {None}
+            elif batch.claims and len(row.event.payload) > left:
+                # Nothing lighter passes it, or it might wait for ever.
+                batch.is_full, left = True, -1
             elif len(batch.claims) < limit:
+                left -= len(row.event.payload)
                 batch.claims.append(self._take(row, batch, lease, token))
-        batch.is_full = len(batch.claims) == limit
+        batch.is_full |= len(batch.claims) == limit
         return batch
 
     def _fronts(self) -> tuple[set[str | None], dict[str | None, int]]:

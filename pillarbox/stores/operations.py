@@ -18,6 +18,7 @@ from pillarbox.layouts.clock import instant, later, now
 from pillarbox.layouts.layout import Move
 from pillarbox.stores import Counts, Entry, Filter, Record, State
 from pillarbox.stores.counting import Counting, is_dead
+from pillarbox.stores.fields import as_read
 from pillarbox.stores.listing import Listing
 from pillarbox.stores.places import Place, Places, raw
 from pillarbox.stores.side import SideTransitions
@@ -43,11 +44,20 @@ class Operations:
 
     def counts(self, db: sa.Connection) -> Counts:
         """How many events are in each part of their life."""
+        self._plan_freely(db)
         return self._counting.counts(db)
 
     def events(self, db: sa.Connection, where: Filter, state: State | None, limit: int) -> list[Record]:
         """The newest events that match, wherever they are."""
+        self._plan_freely(db)
         return self._listing.events(db, where, state, limit)
+
+    def _plan_freely(self, db: sa.Connection) -> None:
+        """Let PostgreSQL plan this transaction's statements anew and as it likes: they may have no index to go by."""
+        if self._t.dialect == "postgresql":
+            ways = ("enable_seqscan", "enable_bitmapscan", "enable_hashjoin", "enable_mergejoin")
+            wanted = {**dict.fromkeys(ways, "on"), "plan_cache_mode": "force_custom_plan"}
+            db.execute(sa.select(*(sa.func.set_config(name, value, True) for name, value in wanted.items())))
 
     # -- acting -------------------------------------------------------------------------------------------------------
 
@@ -55,6 +65,7 @@ class Operations:
         self, db: sa.Connection, action: str, where: Filter, *, actor: str, limit: int | None, dry_run: bool
     ) -> int:
         """Redrive, drop or replay what matches, oldest first, and write down who did it."""
+        self._plan_freely(db)
         is_replay = action == "replay"
         places = self._places.delivered if is_replay else [self._places.grave or self._places.outbox]
         if is_replay and (self._layout.replay is None or not places):
@@ -65,7 +76,7 @@ class Operations:
             for row in self._find(db, action, place, where, limit, is_locked=not dry_run)
         ]
         if len(places) > 1:
-            found = sorted(found, key=lambda each: (each[1].created, each[1].row_id))[:limit]
+            found = sorted(found, key=lambda each: (_sortable(each[1].created), each[1].row_id))[:limit]
         found = _one_of_each(found) if any(self._way_back(action, place) for place in places) else found
         if dry_run:
             return len(found)
@@ -91,7 +102,7 @@ class Operations:
         names = {name: table.c.get(layout.fields.get(name, "")) for name in ("key", "id", "dedup_key")}
         names["space"] = table.c.get(layout.dedup_within or "")
         wanted = [(raw(column) if column is not None else sa.null()).label(name) for name, column in names.items()]
-        query = sa.select(raw(row).label("row_id"), raw(created).label("created"), *wanted).where(
+        query = sa.select(raw(row).label("row_id"), as_read(created).label("created"), *wanted).where(
             self._t.is_mine(table), *self._places.conditions(place, where), self._is_meant(action, place)
         )
         if is_aside:
@@ -221,9 +232,13 @@ class Operations:
         if headers is None or headers not in table.c:
             return
         row = table.c[place.row]
-        found = db.execute(sa.select(raw(row), raw(table.c[headers])).where(chosen)).all()
+        written = as_read(table.c[headers], may_be_document=True)
+        found = db.execute(sa.select(raw(row), written).where(chosen)).all()
         late = [{"late_row": row_id, "late_headers": _late_headers(value)} for row_id, value in found]
         late = [each for each in late if each["late_headers"] is not None]
+        if (refuse := self._layout.refuse_headers) is not None:
+            # A row that the other system cannot read stops its workers, which is worse than one that does not say so.
+            late = [each for each in late if refuse(each["late_headers"]) is None]
         if late:
             change = sa.update(table).where(row == sa.bindparam("late_row", type_=row.type))
             db.execute(change.values({headers: sa.bindparam("late_headers", type_=table.c[headers].type)}), late)
@@ -289,3 +304,8 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, str | int | float | bool):
         return str(value)
     return value
+
+
+def _sortable(created: Any) -> tuple[float, str]:
+    # Times as a driver gives them; one that it could not read is text.
+    return (created, "") if isinstance(created, int | float) else (0.0, str(created))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Outcome, Released, Retry
 from pillarbox.stores.dialect import Given
 
 
-def group_outcomes(claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool) -> dict[str, list[Given]]:
-    """The rows of a batch by what will be written into them."""
+def group_outcomes(
+    claims: Sequence[Claim], outcomes: Sequence[Outcome], park: bool, *, longest: timedelta
+) -> dict[str, list[Given]]:
+    """The rows of a batch by what will be written into them; no delay is longer than the table takes."""
     delivered: list[Given] = []
     groups: dict[str, list[Given]] = {"delivered": delivered, "retry": [], "dead": [], "release": []}
     for claim, outcome in zip(claims, outcomes, strict=True):
@@ -20,7 +23,7 @@ def group_outcomes(claims: Sequence[Claim], outcomes: Sequence[Outcome], park: b
             case Delivered():
                 delivered.append(Given(claim.row, claim.fence, claim.attempt))
             case Retry(error=error, after=after):
-                seconds = 0.0 if after is None else after.total_seconds()
+                seconds = 0.0 if after is None else min(after, longest).total_seconds()
                 groups["retry"].append(Given(claim.row, claim.fence, claim.attempt, seconds, error))
             case Dead(error=error):
                 parks = park and claim.event.key is not None

@@ -16,30 +16,39 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from pillarbox.layouts.layout import Layout
 from pillarbox.stores.dialect import is_mysql
-from pillarbox.stores.fields import raw_fields
+from pillarbox.stores.fields import claimed_fields
 from pillarbox.stores.hot import Hot
 
-Pick = Callable[[sa.Connection, Sequence[int], int, int], Sequence[Any]]
+Pick = Callable[[sa.Connection, Sequence[int], int, int, int], Sequence[Any]]
 
 
 def build_pick(layout: Layout, tables: Mapping[str, sa.Table], *, dialect: str, sink: str) -> Pick:
-    """The pick for a database: `pick(connection, lanes, rows a lane, rows in all)`."""
+    """The pick for a database: `pick(connection, lanes, rows a lane, rows in all, bytes of a light payload)`."""
     if dialect == "postgresql":
         return _build_postgres(layout, tables, sink)
     return _build_mysql(layout, tables, sink) if is_mysql(dialect) else _build_sqlite(layout, tables, sink)
 
 
-def _is_blocked(layout: Layout, tables: Mapping[str, sa.Table], sink: str, row: Any, key: Any) -> ColumnElement[bool]:
+def _is_blocked(
+    layout: Layout, tables: Mapping[str, sa.Table], sink: str, row: Any, key: Any, *, by_key: bool = False
+) -> ColumnElement[bool]:
+    """Whether a row waits behind another of its key.
+
+    `by_key` asks for a range of one key, in order: to a planner that knows a table as empty all indexes are alike, and
+    only that of keys saves it a sort. An order by a column that is equal to something would be no order to it.
+    """
     order = layout.keyed
 
     def first(name: str, condition: Any, *, earlier: bool) -> Any:
         table = tables[name].alias()
+        mine, is_before = table.c[order.key], table.c[layout.row] < row
+        of_key = mine == key
+        if by_key:
+            of_key, is_before = mine.between(key, key), sa.case((is_before, sa.true()), else_=sa.false())
         query: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-            table.c[layout.keyed.sink] == sink, table.c[order.key] == key, condition(table.c)
+            table.c[order.sink] == sink, of_key, condition(table.c), *([is_before] if earlier else [])
         )
-        if earlier:
-            query = query.where(table.c[layout.row] < row)
-        return query.limit(1).scalar_subquery()
+        return (query.order_by(mine) if by_key else query).limit(1).scalar_subquery()
 
     found = sa.func.coalesce(
         first("outbox", order.in_flight, earlier=False),
@@ -72,7 +81,7 @@ def _build_postgres(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -
         .cte("candidates")
         .prefix_with("MATERIALIZED")
     )
-    blocked = _is_blocked(layout, tables, sink, candidates.c.row, candidates.c.key)
+    blocked = _is_blocked(layout, tables, sink, candidates.c.row, candidates.c.key, by_key=True)
     judged = (
         sa.select(candidates.c.row, candidates.c.key, candidates.c.lane, blocked.label("is_blocked"))
         .cte("judged")
@@ -80,30 +89,31 @@ def _build_postgres(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -
     )
     passed = sa.select(judged.c.row).where(sa.not_(judged.c.is_blocked)).scalar_subquery()
     # By an array of row numbers alone: with stale statistics a condition on the state would tempt the planner to read
-    # all ready rows. Whether the row is still ready is looked at after it is locked.
+    # all ready rows. Whether the row is still ready is looked at after it is locked. Materialized and not joined with
+    # the judged rows: a planner that expects a few of them would lock once for each.
     locked = (
         sa.select(
-            row.label("row"),
-            outbox.c.attempts.label("attempts"),
-            *raw_fields(layout, outbox),
-            layout.ready(outbox.c).label("is_ready"),
+            *(row.label("row"), key.label("key"), lane.label("lane"), layout.ready(outbox.c).label("is_ready")),
+            *(outbox.c.attempts.label("attempts"), *claimed_fields(layout, outbox)),
         )
         .where(row == sa.any_(sa.func.array(passed, type_=postgresql.ARRAY(sa.BigInteger))))
         .with_for_update(skip_locked=True)
-        .subquery("locked")
+        .cte("locked")
+        .prefix_with("MATERIALIZED")
     )
-    # In the list of columns, where the planner cannot push it down into the locking part.
     taken = sa.case((locked.c.is_ready, locked.c.row)).label("taken")
-    query = (
-        sa.select(judged.c.row, judged.c.key, judged.c.is_blocked, judged.c.lane, taken, *list(locked.c)[1:-1])
-        .select_from(judged.outerjoin(locked, judged.c.row == locked.c.row))
-        .order_by(judged.c.row)
+    got = sa.select(
+        locked.c.row, locked.c.key, sa.false().label("is_blocked"), locked.c.lane, taken, *list(locked.c)[4:]
     )
+    is_left = judged.c.is_blocked | judged.c.row.not_in(sa.select(locked.c.row))
+    nothing = (sa.null() for _ in range(len(got.selected_columns) - 4))
+    left = sa.select(judged.c.row, judged.c.key, judged.c.is_blocked, judged.c.lane, *nothing).where(is_left)
+    query = sa.union_all(got, left).order_by("row")
 
     statement = Hot(query)
 
-    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int) -> Sequence[Any]:
-        return statement.fetch(db, {"lanes": list(lanes), "depth": depth, "limit": limit})
+    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int, light: int) -> Sequence[Any]:
+        return statement.fetch(db, {"lanes": list(lanes), "depth": depth, "limit": limit, "light": light})
 
     return pick
 
@@ -133,20 +143,20 @@ def _build_mysql(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> P
         blocked = _is_blocked(layout, tables, sink, found.row, found.key).label("is_blocked")
         return Hot(sa.select(found.row, found.key, blocked, found.lane).order_by(found.row))
 
-    fields = [row, outbox.c.attempts, *raw_fields(layout, outbox)]
+    fields = [row, outbox.c.attempts, *claimed_fields(layout, outbox)]
     wanted = sa.select(*fields).where(row.in_(sa.bindparam("rows", expanding=True)), layout.ready(outbox.c))
     for name in ("mysql", "mariadb"):
         wanted = wanted.with_hint(outbox, "FORCE INDEX (PRIMARY)", name)
     wanted = wanted.with_for_update(skip_locked=True)
     nothing = (None,) * len(fields)
 
-    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int) -> Sequence[Any]:
+    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int, light: int) -> Sequence[Any]:
         count = len(lanes)
         if count not in statements:
             statements[count] = judge(count)
         candidates = statements[count].fetch(db, _lane_params(lanes, depth, limit))
         passed = [found[0] for found in candidates if not found[2]]
-        locked = {found[0]: found for found in db.execute(wanted, {"rows": passed})} if passed else {}
+        locked = {found[0]: found for found in db.execute(wanted, {"rows": passed, "light": light})} if passed else {}
         return [(*found, *locked.get(found[0], nothing)) for found in candidates]
 
     return pick
@@ -165,15 +175,15 @@ def _build_sqlite(layout: Layout, tables: Mapping[str, sa.Table], sink: str) -> 
         ordered = sa.select(heads.c.row, heads.c.lane).order_by(heads.c.row)
         found = ordered.limit(sa.bindparam("limit")).subquery("candidates")
         blocked = _is_blocked(layout, tables, sink, found.c.row, key)
-        fields = [row, outbox.c.attempts, *raw_fields(layout, outbox)]
+        fields = [row, outbox.c.attempts, *claimed_fields(layout, outbox)]
         query = sa.select(found.c.row, key.label("key"), blocked.label("is_blocked"), found.c.lane, *fields)
         return Hot(query.join_from(found, outbox, row == found.c.row))
 
-    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int) -> Sequence[Any]:
+    def pick(db: sa.Connection, lanes: Sequence[int], depth: int, limit: int, light: int) -> Sequence[Any]:
         count = len(lanes)
         if count not in statements:
             statements[count] = build(count)
-        found = statements[count].fetch(db, _lane_params(lanes, depth, limit))
+        found = statements[count].fetch(db, {**_lane_params(lanes, depth, limit), "light": light})
         return sorted(found, key=itemgetter(0))
 
     return pick

@@ -24,9 +24,10 @@ from pillarbox.layouts.exact import is_one_of
 from pillarbox.layouts.layout import Layout, Scope
 from pillarbox.stores import Mode
 from pillarbox.stores.dialect import Given, is_mysql
-from pillarbox.stores.fields import ClaimLoader, raw_fields
+from pillarbox.stores.fields import ClaimLoader, as_read, claimed_fields
 from pillarbox.stores.hot import Hot
 from pillarbox.stores.transitions import Taken, Transitions
+from pillarbox.stores.weighing import Scale
 
 
 class ScanTransitions(Transitions):
@@ -37,29 +38,52 @@ class ScanTransitions(Transitions):
         self._width = len(layout.rows)
         is_listed = is_mysql(self.dialect) and self.scopes is not None
         self._has_heads = layout.scope is not None and (self.dialect == "postgresql" or is_listed)
+        self._is_walked = self.dialect == "postgresql" and bool(layout.indexed)
+        # The id of a row tells nothing of when others were put.
+        rest = [name for name in layout.order_by[len(layout.indexed) :] if name != layout.row]
+        self._told = [*layout.indexed, *rest] if self._is_walked and rest else []
         self._find = Hot(self._build_find())
+        self._find_exactly = Hot(self._build_find(is_exact=True))
         self._find_scopes: Hot | None = None
         if layout.scope is not None and self._has_heads and self.scopes is None:
             self._find_scopes = Hot(self._build_scopes(layout.scope))
         self._loader = ClaimLoader(layout, self.outbox, self.dialect, self._width + 2)
+        self.scale = Scale(layout, self.outbox, self.dialect, self._width + 2, as_given=self._as_given)
 
     def claim(
         self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
     ) -> Taken:
-        depth = limit
-        params: dict[str, Any] = {"limit": limit}
+        depth = limit = self.scale.narrow(limit)
+        params: dict[str, Any] = {"limit": limit, "light": self.scale.light(limit)}
         if self._has_heads:
             scopes = self._scopes_now(db)
             # Twice an even share of each: every row that is read is locked too.
             depth = limit if len(scopes) <= 1 else max(10, -(-2 * limit // len(scopes)))
             params |= {"scopes": scopes, "depth": depth}
-        rows = self._find.fetch(db, params)
-        while self.layout.lease.is_found_by_claim and self._let_found_go(db, rows):
-            rows = self._find.fetch(db, params)
-        claims, has_tried = self._choose(rows, mode)
+        rows = self._fetch(db, params)
+        if self.layout.lease.is_found_by_claim:
+            self.is_stuck = False
+            while self._let_found_go(db, rows):
+                rows = self._fetch(db, params)
+            rows = [row for row in rows if not row[-2]] if self.is_stuck else rows
+        chosen, has_tried = self._choose(self._leave_nameless(rows), mode)
+        chosen, is_cut = self.scale.cut(db, chosen)
+        width, make = self._width, self._loader.make
+        claims = [make(row, row[0] if width == 1 else tuple(row[:width]), row[width]) for row in chosen]
         if mode == "lease" and claims:
             self._write_claims(db, claims, lease)
-        return Taken(claims, is_full=len(rows) >= min(limit, depth), has_tried=has_tried)
+        return Taken(claims, is_full=is_cut or len(rows) >= min(limit, depth), has_tried=has_tried)
+
+    def _fetch(self, db: sa.Connection, params: Mapping[str, Any]) -> Sequence[Any]:
+        rows = self._find.fetch(db, params)
+        if not self._told or len(rows) < params["limit"]:
+            return rows
+        # The batch ends among rows of one time. Where these tell their order, others of that time may come before them.
+        width, count = len(self.layout.indexed), len(self._told)
+        orders = [tuple(row[-count:]) for row in rows]
+        last = orders[-1]
+        is_cut = any(order[:width] == last[:width] and order != last for order in orders)
+        return self._find_exactly.fetch(db, params) if is_cut else rows
 
     def _let_found_go(self, db: sa.Connection, rows: Sequence[Any]) -> int:
         """Let go those of the rows whose claim has lapsed; they are found again when they are due."""
@@ -72,11 +96,11 @@ class ScanTransitions(Transitions):
             return list(self.scopes or ())
         return [row[0] for row in self._find_scopes.fetch(db, {}) if row[0] is not None]
 
-    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[list[Claim], bool]:
-        claims: list[Claim] = []
+    def _choose(self, rows: Sequence[Any], mode: Mode) -> tuple[Sequence[Any], bool]:
+        chosen: list[Any] = []
         left: set[str | None] = set()
         has_tried = False
-        width, is_hold, make = self._width, mode == "hold", self._loader.make
+        width, is_hold = self._width, mode == "hold"
         for row in rows:
             attempts, key = row[width], row[width + 1]
             # A hold does not count an attempt when its process dies, so it takes no row that was tried before.
@@ -84,8 +108,8 @@ class ScanTransitions(Transitions):
                 has_tried = True
                 left.add(key)
             elif key is None or key not in left:
-                claims.append(make(row, row[0] if width == 1 else tuple(row[:width]), attempts))
-        return claims, has_tried
+                chosen.append(row)
+        return chosen, has_tried
 
     def _write_claims(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> None:
         token: Any = None
@@ -107,23 +131,31 @@ class ScanTransitions(Transitions):
         attempts = self.outbox.c[self.layout.attempts] if self.layout.attempts is not None else sa.literal_column("0")
         [key] = self._key_columns()
         found = [*self._identity(), attempts.label("tried"), key.label("event_key")]
-        found += raw_fields(self.layout, self.outbox)
+        found += claimed_fields(self.layout, self.outbox)
         lease = self.layout.lease
         if lease.is_found_by_claim and lease.lapsed is not None:
             is_lapsed = sa.case((lease.lapsed(self.outbox.c, sa.literal(0.0)), sa.true()), else_=sa.false())
-            found += [is_lapsed.label("is_lapsed"), self._fence_column().label("found_fence")]
+            found += [is_lapsed.label("is_lapsed"), as_read(self.outbox.c[lease.fence]).label("found_fence")]
         return found
 
-    def _build_find(self) -> sa.Select[Any]:
+    def _build_find(self, *, is_exact: bool = False) -> sa.Select[Any]:
         layout, c = self.layout, self.outbox.c
         order = [c[name] for name in layout.order_by]
         if layout.scope is not None and self._has_heads:
             is_postgres = self.dialect == "postgresql"
             return (self._build_scoped_find if is_postgres else self._build_listed_find)(layout.scope)
-        query = sa.select(*self._columns()).where(self.is_mine(self.outbox), layout.ready(c))
+        columns = self._columns()
+        query = sa.select(*columns).where(self.is_mine(self.outbox), layout.ready(c))
         if layout.scope is not None and self.scopes is not None:
             query = query.where(c[layout.scope.column].in_(list(self.scopes)))
-        return query.order_by(*order).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
+        if not self._is_walked or is_exact:
+            return query.order_by(*order).limit(sa.bindparam("limit")).with_for_update(skip_locked=True)
+        query = query.add_columns(*(column.label(f"order_{column.name}") for column in order))
+        walked = query.order_by(*order[: len(layout.indexed)]).limit(sa.bindparam("limit"))
+        head = walked.with_for_update(skip_locked=True).cte("head").prefix_with("MATERIALIZED")
+        listed = list(head.c)
+        told = [as_read(head.c[f"order_{name}"]).label(f"told_{name}") for name in self._told]
+        return sa.select(*listed[: len(columns)], *told).order_by(*listed[len(columns) :])
 
     def _build_scoped_find(self, scope: Scope) -> sa.Select[Any]:
         """One index range a scope: without its leading column the claim index is of no use."""

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, InvalidRequestError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pillarbox.errors import StoreUnavailable, Unsupported
-from pillarbox.event import Claim, Outcome
+from pillarbox.errors import StoreRefused, StoreUnavailable, Unsupported
+from pillarbox.event import Claim, Delivered, Outcome
+from pillarbox.silence import (
+    CONNECT_TIMEOUT,
+    Lines,
+    Patience,
+    Silent,
+    cut,
+    cutting,
+    let_go,
+    wait_for,
+    wait_patiently,
+)
 from pillarbox.stores import Effect, Joins, Mode, Settlement
-from pillarbox.stores.sql import SqlStore, T, Work, translate
+from pillarbox.stores.refusals import settle_apart
+from pillarbox.stores.sql import SqlStore, T, Work, driver_fault, translate
 from pillarbox.stores.transitions import Taken
 
 log = logging.getLogger("pillarbox.store")
@@ -46,21 +59,31 @@ class HoldBatch:
         if connection is None:
             raise StoreUnavailable(f"Store {self._store.name}: this batch was settled or abandoned before")
 
+        settle = partial(self._store.transitions.settle, mode="hold", park=park)
+
         def write(db: sa.Connection) -> Settlement:
             if effect is not None:
                 effect(db)
-            return self._store.transitions.settle(db, self.claims, outcomes, mode="hold", park=park)
+            elif any(type(outcome) is not Delivered for outcome in outcomes):
+                # A refusal would end the transaction, and with it the hold on what was delivered.
+                return settle_apart(db, settle, self.claims, outcomes)
+            return settle(db, self.claims, outcomes)
+
+        async def write_and_end() -> Settlement:
+            try:
+                settlement = await connection.run_sync(write)
+                await connection.commit()
+                return settlement
+            finally:
+                await let_go(connection)
 
         try:
-            settlement = await connection.run_sync(write)
-            await connection.commit()
-        except DBAPIError as error:
-            raise translate(error, self._store) from error
-        except OSError as error:
-            raise StoreUnavailable(f"Store {self._store.name}: {error}") from error
-        finally:
-            await let_go(connection)
-        return settlement
+            return await self._store.answer(connection, write_and_end())
+        except StoreRefused:
+            if effect is not None or any(type(outcome) is not Delivered for outcome in outcomes):
+                raise
+        # All were delivered, so whoever took one meanwhile only repeats it.
+        return await self._store.run_soon(lambda db: settle_apart(db, settle, self.claims, outcomes))
 
     async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool:
         raise Unsupported(f"Store {self._store.name}: held claims are settled together; claim by lease")
@@ -71,21 +94,10 @@ class HoldBatch:
     async def abandon(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            await let_go(connection)
-
-
-async def let_go(connection: AsyncConnection) -> None:
-    """Roll back and return a connection, also when the caller is being cancelled or the server is gone."""
-    closing = asyncio.ensure_future(connection.close())
-    try:
-        await asyncio.shield(closing)
-    except (DBAPIError, OSError) as error:
-        log.debug("A connection was lost while it was returned: %s", error)
-        with suppress(InvalidRequestError):  # it is closed already
-            await connection.invalidate()
-    except asyncio.CancelledError:
-        await asyncio.wait([closing])
-        raise
+            try:
+                await self._store.answer(connection, let_go(connection))
+            except StoreUnavailable as error:
+                log.debug("A held batch could not be given back, the server ends it: %s", error)
 
 
 class AsyncSqlStore(SqlStore):
@@ -97,6 +109,11 @@ class AsyncSqlStore(SqlStore):
     _plain: sa.Engine | None = None
     _threads: ThreadPoolExecutor | None = None
 
+    def __init__(self, url: sa.URL, *args: Any, **options: Any) -> None:
+        super().__init__(url, *args, **options)
+        self._patience = {False: Patience(self.statement_timeout), True: Patience(self.operation_timeout)}
+        self._lines: dict[sa.Engine, Lines] = {}
+
     @abstractmethod
     def _open_joined(self) -> AsyncEngine:
         """An engine for work of others: its connections may be idle in a transaction for long."""
@@ -105,54 +122,115 @@ class AsyncSqlStore(SqlStore):
     def _open_plain(self) -> sa.Engine:
         """The same with a plain driver."""
 
+    def _watch(self, engine: AsyncEngine) -> AsyncEngine:
+        """Know the connections of an engine, so that they can be cut."""
+        self._lines[engine.sync_engine] = Lines(engine.sync_engine)
+        return engine
+
+    async def _connect_to(self, engine: AsyncEngine) -> AsyncConnection:
+        """A connection of the engine, soon."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT.total_seconds()):
+                return await engine.connect()
+        except TimeoutError as error:
+            seconds = CONNECT_TIMEOUT.total_seconds()
+            raise StoreUnavailable(f"Store {self.name}: no connection within {seconds:g} s") from error
+
+    async def answer(self, connection: AsyncConnection, work: Coroutine[Any, Any, T], *, is_long: bool = False) -> T:
+        """Await work on a connection, as long as that is right for such work, with its errors in our words."""
+        try:
+            return await self._bound(connection, work, is_long=is_long)
+        except DBAPIError as error:
+            raise translate(error, self, account=await self._ask_account(error)) from error
+        except Exception as error:
+            fault = driver_fault(error, self)
+            if fault is None:
+                raise
+            raise fault from error
+
+    async def _bound(self, connection: AsyncConnection, work: Coroutine[Any, Any, T], *, is_long: bool) -> T:
+        began, patience = time.monotonic(), self._patience[is_long]
+        engine = connection.sync_engine
+        try:
+            result = await wait_for(work, cutting(connection), patience.seconds)
+        except Silent as error:
+            self._lines[engine].cut_idle()
+            patience.overran(began)
+            raise StoreUnavailable(f"Store {self.name}: {error}") from error
+        patience.answered(began)
+        return result
+
     # Begun here: a session on a connection without a transaction would begin, and commit, one of its own.
 
     async def _join(self, work: Work[T], session: Joins | None) -> T:
         if session == "sync":
             return await self._join_in_thread(work)
         if self._joined is None:
-            self._joined = self._open_joined()
-        async with self._joined.begin() as connection:
-            return await connection.run_sync(work)
+            self._joined = self._watch(self._open_joined())
+        connection = await self._connect_to(self._joined)
+
+        async def join() -> T:
+            try:
+                async with connection.begin():
+                    return await connection.run_sync(work)
+            finally:
+                await let_go(connection)
+
+        return await wait_patiently(join(), cutting(connection))
 
     async def _join_in_thread(self, work: Work[T]) -> T:
         if self._plain is None:
             self._plain = self._open_plain()
             self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="pillarbox-join")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._transact_here, self._plain, work)
+        used: list[Any] = []
+        running = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._transact_here, self._plain, work, used
+        )
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # Nobody waits any more: a thread that waits for the database must not do so for ever.
+            for driver_connection in used:
+                cut(driver_connection)
+            raise
 
-    def _transact_here(self, engine: sa.Engine, work: Work[T]) -> T:
+    def _transact_here(self, engine: sa.Engine, work: Work[T], used: list[Any]) -> T:
         with engine.connect() as connection:
+            used.append(connection.connection.driver_connection)
             try:
                 with connection.begin():
                     return work(connection)
             finally:
+                used.clear()
                 if self._plain is not engine and not connection.invalidated:
                     # The store was closed meanwhile: a pool that nobody has any more would keep it open.
                     connection.detach()
 
-    async def _transact(self, work: Work[T], *, writes: bool) -> T:
-        async with self._engine.connect() as connection:
-            result = await connection.run_sync(work)
-            await connection.commit()
-            return result
+    async def _transact(self, work: Work[T], *, writes: bool, is_long: bool) -> T:
+        connection = await self._connect_to(self._engine)
+
+        async def transact() -> T:
+            try:
+                result = await connection.run_sync(work)
+                await connection.commit()
+                return result
+            finally:
+                await let_go(connection)
+
+        return await self._bound(connection, transact(), is_long=is_long)
 
     async def _hold(self, limit: int) -> Any:
-        try:
-            connection = await self._engine.connect()
-        except DBAPIError as error:
-            raise translate(error, self) from error
-        except OSError as error:
-            raise StoreUnavailable(f"Store {self.name}: {error}") from error
-        try:
-            await self._begin_hold(connection)
-            taken = await connection.run_sync(lambda db: self.transitions.claim(db, limit, "hold", HOLD_DEADLINE))
-        except DBAPIError as error:
-            await let_go(connection)
-            raise translate(error, self) from error
-        except BaseException:
-            await let_go(connection)
-            raise
+        connection = await self._run_again(lambda: self._connect_to(self._engine))
+
+        async def claim() -> Taken:
+            try:
+                await self._begin_hold(connection)
+                return await connection.run_sync(lambda db: self.transitions.claim(db, limit, "hold", HOLD_DEADLINE))
+            except BaseException:
+                await let_go(connection)
+                raise
+
+        taken = await self.answer(connection, claim())
         batch = HoldBatch(self, connection, taken)
         if not taken.claims:
             await batch.abandon()
@@ -163,12 +241,15 @@ class AsyncSqlStore(SqlStore):
 
     async def close(self) -> None:
         await self._close_joined()
-        await self._engine.dispose()
+        await self._dispose(self._engine)
+
+    async def _dispose(self, engine: AsyncEngine) -> None:
+        await self._lines[engine.sync_engine].dispose(engine)
 
     async def _close_joined(self) -> None:
         joined, self._joined = self._joined, None
         if joined is not None:
-            await joined.dispose()
+            await self._dispose(joined)
         plain, threads = self._plain, self._threads
         self._plain = self._threads = None
         if plain is not None and threads is not None:

@@ -18,13 +18,17 @@ from sqlalchemy.sql.elements import ColumnElement
 from pillarbox.event import DELIVERED, Claim, Outcome, Released
 from pillarbox.layouts.clock import now
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
-from pillarbox.layouts.side import DEAD, WAITING
+from pillarbox.layouts.side import LEASED, WAITING
 from pillarbox.stores import Mode, Settlement
 from pillarbox.stores.dialect import Given, GivenRows, is_any, is_mysql
-from pillarbox.stores.fields import ClaimLoader, raw_fields
+from pillarbox.stores.fields import ClaimLoader, claimed_fields
 from pillarbox.stores.hot import Hot
 from pillarbox.stores.outcomes import group_outcomes
 from pillarbox.stores.transitions import WAKE_LIMIT, Taken, Transitions
+from pillarbox.stores.weighing import Scale
+
+NO_ENTRY = (0, True)
+"""A row without an entry was never tried and may be claimed."""
 
 
 class SideTransitions(Transitions):
@@ -35,6 +39,7 @@ class SideTransitions(Transitions):
         self._find = Hot(self._build_find())
         self._find_entries = Hot(self._build_entries())
         self._loader = ClaimLoader(layout, self.outbox, self.dialect, 2)
+        self.scale = Scale(layout, self.outbox, self.dialect, 2, as_given=self._as_given)
         delivered = self._delivered
         # A row that moves is copied first and then deleted.
         self._copied = self._build_copy(delivered) if isinstance(delivered, Move) else None
@@ -63,26 +68,30 @@ class SideTransitions(Transitions):
     def claim(
         self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
     ) -> Taken:
-        rows = self._find.fetch(db, {"limit": limit})
-        entries = self._entries(db, [row[0] for row in rows])
-        claims: list[Claim] = []
+        limit = self.scale.narrow(limit)
+        rows = self._find.fetch(db, {"limit": limit, "light": self.scale.light(limit)})
+        named = self._leave_nameless(rows)
+        entries = self._entries(db, [row[0] for row in named])
+        chosen: list[Any] = []
         has_tried = False
-        for row in rows:
-            attempts, is_free = entries.get(row[0], (0, True))
+        for row in named:
+            _, is_free = entries.get(row[0], NO_ENTRY)
             if is_free and (mode == "lease" or row[0] not in entries):
-                claims.append(self._loader.make(row, row[0], attempts))
+                chosen.append(row)
             elif self.layout.side is not None and self.layout.side.is_serial:
                 has_tried |= is_free
                 break
             else:
                 has_tried |= is_free
+        kept, is_cut = self.scale.cut(db, chosen)
+        claims = [self._loader.make(row, row[0], entries.get(row[0], NO_ENTRY)[0]) for row in kept]
         if mode == "lease" and claims:
             token = uuid4()
             for claim in claims:
                 claim.fence = token
             given = [Given(claim.row, token, claim.attempt, lease.total_seconds()) for claim in claims]
             self._put_entries(db, "claim", given)
-        return Taken(claims, is_full=len(rows) >= limit, has_tried=has_tried)
+        return Taken(claims, is_full=is_cut or len(rows) >= limit, has_tried=has_tried)
 
     def _entries(self, db: sa.Connection, rows: Sequence[Any]) -> dict[Any, tuple[int, bool]]:
         """The attempts of rows that have an entry, and whether they may be claimed again."""
@@ -112,7 +121,7 @@ class SideTransitions(Transitions):
         if mode == "hold" and claims and all(outcome is DELIVERED for outcome in outcomes):
             self._deliver(db, [Given(claim.row) for claim in claims])
             return Settlement(len(claims))
-        groups = group_outcomes(claims, outcomes, park)
+        groups = group_outcomes(claims, outcomes, park, longest=self.layout.longest_delay)
         lost = 0
         if mode == "lease":
             ours = self._ours(db, claims) if claims else set()
@@ -163,14 +172,14 @@ class SideTransitions(Transitions):
         row = main.c[layout.row]
         is_busy = sa.or_(entry.c.state != sa.literal_column(str(WAITING)), entry.c.until_at > now())
         busy: sa.Select[Any] = sa.select(sa.literal_column("1")).where(entry.c[layout.row] == row, is_busy)
-        conditions = [layout.ready(main.c), sa.not_(sa.exists(busy.correlate(main)))]
+        conditions = [layout.ready(main.c), _has_none(busy.correlate(main))]
         if layout.side is not None and layout.side.is_serial:
             earlier = self.held.alias("earlier")
             is_stuck = sa.or_(earlier.c.state != sa.literal_column(str(WAITING)), earlier.c.until_at > now())
             before: sa.Select[Any] = sa.select(sa.literal_column("1")).where(earlier.c[layout.row] < row, is_stuck)
-            conditions.append(sa.not_(sa.exists(before.correlate(main))))
+            conditions.append(_has_none(before.correlate(main)))
         identity = sa.type_coerce(row, sa.types.NullType()).label("row_id")
-        query = sa.select(identity, sa.null().label("unused"), *raw_fields(layout, main)).where(*conditions)
+        query = sa.select(identity, sa.null().label("unused"), *claimed_fields(layout, main)).where(*conditions)
         ordered = query.order_by(*(main.c[name] for name in layout.order_by)).limit(sa.bindparam("limit"))
         return ordered.with_for_update(skip_locked=True, of=main)
 
@@ -197,8 +206,10 @@ class SideTransitions(Transitions):
         row: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
             main.c[layout.row] == entry.c[layout.row], layout.ready(main.c)
         )
-        is_over = (entry.c.state != sa.literal_column(str(DEAD))) & (entry.c.until_at <= now())
-        found = sa.select(*self._identity()).where(is_over, sa.not_(sa.exists(row.correlate(entry))))
+        # The states one by one: all but the dead ones would be no range of an index.
+        is_live = entry.c.state.in_([sa.literal_column(str(state)) for state in (LEASED, WAITING)])
+        is_over = is_live & (entry.c.until_at <= now())
+        found = sa.select(*self._identity()).where(is_over, _has_none(row.correlate(entry)))
         return found.limit(sa.bindparam("limit"))
 
     def _build_enter(self, values: Any) -> tuple[sa.Insert, GivenRows]:
@@ -206,6 +217,11 @@ class SideTransitions(Transitions):
         columns = {self.layout.row: given.c.row_id, **values(self.held.c, given.c)}
         source = sa.select(*(_as_element(value).label(name) for name, value in columns.items()))
         return sa.insert(self.held).from_select(list(columns), source), given
+
+
+def _has_none(query: sa.Select[Any]) -> ColumnElement[bool]:
+    # NOT EXISTS would be a join, and a planner may go about it by reading the whole of the other table for each row.
+    return query.limit(1).scalar_subquery().is_(None)
 
 
 def _as_element(value: Any) -> ColumnElement[Any]:

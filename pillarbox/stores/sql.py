@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -12,16 +13,22 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 
-from pillarbox.errors import ConfigError, PillarboxError, SchemaError, StoreUnavailable, Unsupported
+from pillarbox.durations import format_duration
+from pillarbox.errors import ConfigError, PillarboxError, SchemaError, StoreRefused, StoreUnavailable, Unsupported
 from pillarbox.layouts import Feature, Layout, check_database, declare_layout
+from pillarbox.silence import OPERATION_TIMEOUT, STATEMENT_TIMEOUT
 from pillarbox.stores import Counts, Entry, Filter, Joins, Mode, Pruned, Record, State
 from pillarbox.stores.build import build_transitions
+from pillarbox.stores.checking import Checking, Fault
 from pillarbox.stores.lease import LeaseBatch
 from pillarbox.stores.moving import has_no_partition
 from pillarbox.stores.operations import Operations
+from pillarbox.stores.refusals import is_refusal
+from pillarbox.stores.rights import ASK_ACCOUNT, find_grant, is_account_needed
 from pillarbox.stores.transitions import DEFAULT_LEASE
+from pillarbox.urls import show_database
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
@@ -51,12 +58,19 @@ class SqlStore(ABC):
         sink: str = "",
         retention: timedelta | None = None,
         topics: Sequence[str] | None = None,
+        statement_timeout: timedelta = STATEMENT_TIMEOUT,
+        operation_timeout: timedelta = OPERATION_TIMEOUT,
     ) -> None:
         check_database(layout, self.dialect)
         if topics is not None and layout.scope is None:
             raise Unsupported(f"Layout {layout.name!r}: its table cannot be claimed by topic; leave topics out")
         if retention is not None and Feature.RETENTION not in layout.features:
             raise Unsupported(f"Layout {layout.name!r}: its table cannot keep delivered rows; leave retention out")
+        for name, timeout in (("statement", statement_timeout), ("operation", operation_timeout)):
+            if timeout <= timedelta(0):
+                raise ConfigError(f"Store: expected a {name}_timeout above zero, got {format_duration(timeout)}")
+        self.statement_timeout = statement_timeout
+        self.operation_timeout = operation_timeout
         self.url = url
         self.layout = layout
         self.topics = topics
@@ -66,11 +80,10 @@ class SqlStore(ABC):
         self.tables = declare_layout(layout, self.metadata, table=table, schema=schema)
         self.retention = retention
         self.sink = sink
-        # Without its query, which may carry secrets.
-        shown = url.set(query={}).render_as_string(hide_password=True)
-        self.name = f"{shown} ({self.tables['outbox'].fullname})"
+        self.name = f"{show_database(url)} ({self.tables['outbox'].fullname})"
         self.busy_lanes: Counter[int] = Counter()
         self._look_at = 0.0
+        self._is_stuck = False
         self._build(self.dialect)
 
     def _build(self, dialect: str) -> None:
@@ -96,12 +109,12 @@ class SqlStore(ABC):
         return Feature.ORDER in self.layout.features
 
     @abstractmethod
-    async def _transact(self, work: Work[T], *, writes: bool) -> T:
-        """Run `work` in a READ COMMITTED transaction and commit it."""
+    async def _transact(self, work: Work[T], *, writes: bool, is_long: bool) -> T:
+        """Run `work` in a READ COMMITTED transaction and commit it; `is_long` says which bound it has."""
 
     async def _join(self, work: Work[T], session: Joins | None) -> T:
         """Run work that may take as long as `JOIN_DEADLINE` in such a transaction."""
-        return await self._transact(work, writes=True)
+        return await self._transact(work, writes=True, is_long=True)
 
     @abstractmethod
     async def _hold(self, limit: int) -> Any:
@@ -115,9 +128,9 @@ class SqlStore(ABC):
 
     async def open(self) -> None:
         if self.layout.order is not None:
-            await self.run(self._ensure_lanes)
+            await self.run_soon(self._ensure_lanes)
         if self.layout.order is None or self.layout.history is not None:
-            await self.run(self._look, writes=False)
+            await self.run_soon(self._look, writes=False)
 
     def _look(self, db: sa.Connection) -> None:
         # A table that is missing or another one is found out now rather than by the first claim.
@@ -132,8 +145,15 @@ class SqlStore(ABC):
                 )
 
     async def run(self, work: Work[T], *, writes: bool = True) -> T:
-        """Run a function of a connection in a transaction, again when it lost a deadlock."""
-        return await self._run_again(lambda: self._transact(work, writes=writes))
+        """Run a function of a connection in a transaction, again when it lost a deadlock.
+
+        It may take as long as `operation_timeout`.
+        """
+        return await self._run_again(lambda: self._transact(work, writes=writes, is_long=True))
+
+    async def run_soon(self, work: Work[T], *, writes: bool = True) -> T:
+        """The same within `statement_timeout`: what a relay does all the time, and must not wait long for."""
+        return await self._run_again(lambda: self._transact(work, writes=writes, is_long=False))
 
     async def join(self, work: Work[T], *, session: Joins | None = None) -> T:
         """Run somebody else's function, which may take its time, as `run` does; see `Batch.settle_one`.
@@ -152,14 +172,12 @@ class SqlStore(ABC):
 
     async def _is_its_own_fault(self, error: DBAPIError) -> bool:
         """Whether a transaction failed for what was done in it; one that lost its connection, if there are others."""
-        if isinstance(error, IntegrityError | DataError) or is_conflict(error):
-            return True
-        if str(getattr(error.orig, "sqlstate", "") or "")[:2] in _OWN_FAULTS:
+        if is_refusal(error) or is_conflict(error):
             return True
         if not error.connection_invalidated:
             return False
         try:
-            await self.run(lambda db: db.execute(sa.select(1)), writes=False)
+            await self.run_soon(lambda db: db.execute(sa.select(1)), writes=False)
         except PillarboxError:
             return False
         return True
@@ -170,11 +188,27 @@ class SqlStore(ABC):
                 return await transact()
             except DBAPIError as error:
                 if not is_conflict(error) or conflict == MAX_CONFLICTS - 1:
-                    raise translate(error, self) from error
-            except OSError as error:
-                raise StoreUnavailable(f"Store {self.name}: {error}") from error
+                    raise translate(error, self, account=await self._ask_account(error)) from error
+            except PillarboxError:
+                raise
+            except Exception as error:
+                fault = driver_fault(error, self)
+                if fault is None:
+                    raise
+                raise fault from error
             await asyncio.sleep(0.01 * 2**conflict)
         raise AssertionError("unreachable")
+
+    async def _ask_account(self, error: DBAPIError) -> str | None:
+        """Whose right is missing: MySQL and MariaDB say from where the user comes, not which account that is."""
+        if not is_account_needed(error):
+            return None
+        try:
+            return await self._transact(
+                lambda db: str(db.execute(ASK_ACCOUNT).scalar_one()), writes=False, is_long=False
+            )
+        except (DBAPIError, sa.exc.TimeoutError, OSError, PillarboxError):
+            return None
 
     async def claim(
         self,
@@ -185,23 +219,26 @@ class SqlStore(ABC):
         max_attempts: int | None = None,
         park: bool = True,
         is_prefetch: bool = False,
+        max_bytes: int | None = None,
     ) -> Any:
         if mode not in self.modes:
             raise Unsupported(f"Store {self.name}: cannot claim by {mode}; it offers {', '.join(sorted(self.modes))}")
         # Nobody's claim is taken before it lapses by the rule of the system whose table this is.
         self.transitions.lease = max(lease, self.layout.lease.length or lease)
         self.transitions.max_attempts, self.transitions.parks = max_attempts, park
+        self.transitions.scale.max_bytes = max_bytes
         await self._wake(max_attempts, park)
         if mode == "hold":
             batch, blocked = await self._hold(limit)
         else:
             busy = [lane for lane, batches in self.busy_lanes.items() if batches > 0]
-            taken = await self.run(lambda db: self.transitions.claim(db, limit, mode, lease, busy=busy))
+            taken = await self.run_soon(lambda db: self.transitions.claim(db, limit, mode, lease, busy=busy))
             batch, blocked = LeaseBatch(self, taken, is_full=taken.is_full), taken.blocked
+        self._is_stuck = self.transitions.is_stuck
         marked = 0
         if blocked and not is_prefetch:
             try:
-                marked = await self.run(lambda db: self.transitions.block(db, blocked))
+                marked = await self.run_soon(lambda db: self.transitions.block(db, blocked))
             except BaseException:  # nobody would ever settle the claims
                 await batch.abandon()
                 raise
@@ -215,15 +252,19 @@ class SqlStore(ABC):
         # Before asking: a claim beside this one need not ask, too.
         self._look_at = time.monotonic() + WAKE_EVERY
         if await self._ask_due() == 0.0:
-            await self.run(lambda db: self.transitions.wake(db, max_attempts, park))
+            await self.run_soon(lambda db: self.transitions.wake(db, max_attempts, park))
+            if self.transitions.is_stuck:
+                self._look_at = time.monotonic() + LOOK_AGAIN
 
     async def next_due(self) -> timedelta | None:
         seconds = await self._ask_due()
+        if seconds == 0.0 and self._is_stuck:
+            seconds = LOOK_AGAIN
         self._look_at = time.monotonic() + (LOOK_AGAIN if seconds is None else seconds)
         return None if seconds is None else timedelta(seconds=seconds)
 
     async def _ask_due(self) -> float | None:
-        return await self.run(self.transitions.next_due, writes=False)
+        return await self.run_soon(self.transitions.next_due, writes=False)
 
     def _ensure_lanes(self, db: sa.Connection) -> None:
         order, lanes = self.layout.keyed, self.tables["lanes"]
@@ -248,7 +289,7 @@ class SqlStore(ABC):
             return [self.sink]
         lanes = self.tables["lanes"]
         query = sa.select(lanes.c.sink).distinct().where(lanes.c.sink.not_like("#%")).order_by(lanes.c.sink)
-        found = await self.run(lambda db: list(db.execute(query).scalars()), writes=False)
+        found = await self.run_soon(lambda db: list(db.execute(query).scalars()), writes=False)
         return ["", *(sink for sink in found if sink)]
 
     async def list_waiting(self, *, besides: Container[str] = ()) -> list[str]:
@@ -266,7 +307,7 @@ class SqlStore(ABC):
         def ask(db: sa.Connection) -> list[str]:
             return [each for each in asked if db.execute(any_left, {"of_sink": each}).scalar_one()]
 
-        return await self.run(ask, writes=False)
+        return await self.run_soon(ask, writes=False)
 
     # -- what operators do ------------------------------------------------------------------------------------------
 
@@ -315,13 +356,29 @@ class SqlStore(ABC):
             await self.run(lambda db: self.operations.record(db, actor, "prune", ages, total.delivered + total.dead))
         return total
 
+    async def find_faults(self, *, limit: int = 1000) -> list[Fault]:
+        """What is wrong among the rows, at most `limit` of each kind; see `pillarbox events check`."""
+        checking = Checking(self.transitions)
+        return await self.run(lambda db: checking.find(db, limit), writes=False)
+
+    async def mend_faults(self, faults: Sequence[Fault], *, actor: str) -> list[Fault]:
+        """Mend those of the faults that can be mended; returns them."""
+        checking = Checking(self.transitions)
+
+        def mend(db: sa.Connection) -> list[Fault]:
+            mended = checking.mend(db, faults)
+            if mended:
+                kinds = sorted({fault.kind for fault in mended})
+                self.operations.record(db, actor, "mend", {"faults": kinds}, len(mended))
+            return mended
+
+        return await self.run(mend)
+
     async def audit(self, limit: int = 50) -> Sequence[Entry]:
         return await self.run(lambda db: self.operations.entries(db, limit), writes=False)
 
 
 # PostgreSQL: serialization failure, deadlock, lock not available; MySQL and MariaDB: lock wait timeout, deadlock.
-# Classes of states that speak of the values: bad data, violated constraints and views, errors raised by triggers.
-_OWN_FAULTS = ("22", "23", "44", "P0")
 _CONFLICTS = ("40001", "40P01", "55P03")
 _MYSQL_CONFLICTS = (1205, 1213, 1020)
 
@@ -345,9 +402,32 @@ def is_refused(state: str, number: object) -> bool:
     return state.startswith("28") or state == "3D000" or number in (1044, 1045, 1049)
 
 
-def translate(error: DBAPIError, store: SqlStore) -> Exception:
-    """A driver's error in our words."""
-    text = str(error.orig).strip().partition("\n")[0]
+_DRIVERS = ("asyncpg", "psycopg", "aiomysql", "pymysql")
+# What asyncpg says of itself when a connection ends while it is in the middle of something.
+_INTERNAL = ("cannot switch to state", "another operation is in progress", "unexpected connection_lost")
+
+
+def driver_fault(error: Exception, store: SqlStore) -> StoreUnavailable | None:
+    """An error of the network or of a driver, which SQLAlchemy did not take for one of the database; else None."""
+    is_drivers = type(error).__module__.partition(".")[0] in _DRIVERS
+    if is_drivers or isinstance(error, OSError | sa.exc.TimeoutError):
+        return StoreUnavailable(f"Store {store.name}: {describe_fault(error)}")
+    return None
+
+
+def describe_fault(error: BaseException | None) -> str:
+    """The first line of a driver's error, or what happened where the driver speaks of itself only."""
+    text = str(error).strip().partition("\n")[0]
+    if any(each in text for each in _INTERNAL):
+        return "the connection was lost in the middle of a statement"
+    if error is not None and isinstance(error.__cause__, ssl.SSLError) and str(error.__cause__) not in text:
+        text = f"{text}: {error.__cause__}"
+    return text or type(error).__name__
+
+
+def translate(error: DBAPIError, store: SqlStore, *, account: str | None = None) -> Exception:
+    """A driver's error in our words; `account` is the user's as the server names it, where it was asked."""
+    text = describe_fault(error.orig)
     state = str(getattr(error.orig, "sqlstate", "") or "")
     number = error.orig.args[0] if error.orig is not None and error.orig.args else None
     table = store.tables["outbox"].fullname
@@ -362,8 +442,13 @@ def translate(error: DBAPIError, store: SqlStore) -> Exception:
         return SchemaError(f"Table {table!r} is not what layout {store.layout.name!r} declares: {text}.")
     if has_no_partition(error):
         return SchemaError(f"Store {store.name}: {text}. `pillarbox partitions ensure` makes the months' partitions.")
+    grant = find_grant(error, account or store.url.username, store.tables.values())
+    if grant is not None:
+        return SchemaError(f"Store {store.name}: {text.removesuffix('.')}. Let the tables' owner run: {grant}")
     if is_refused(state, number):
         return ConfigError(f"Store {store.name}: {text}")
+    if is_refusal(error):
+        return StoreRefused(f"Store {store.name}: {text}")
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):
         return StoreUnavailable(f"Store {store.name}: {text}")
     if isinstance(error, ProgrammingError):

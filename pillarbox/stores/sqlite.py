@@ -8,6 +8,8 @@ lets applications put while a relay reads. All work runs in one thread of its ow
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +19,18 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.pool import StaticPool
 
-from pillarbox.errors import ConfigError, Unsupported
+from pillarbox.errors import ConfigError, StoreUnavailable, Unsupported
 from pillarbox.stores import Joins, Mode
 from pillarbox.stores.sql import SqlStore, T, Work
+from pillarbox.urls import check_options
+
+log = logging.getLogger("pillarbox.store")
 
 BUSY_TIMEOUT = timedelta(seconds=30)
 FIRST_POLL = 0.005
 LONGEST_POLL = 0.1
+# What else a file's url may say, as `mode=ro`, is for SQLite itself and needs uri=true.
+_OPTIONS = ("uri", "timeout", "isolation_level", "detect_types", "check_same_thread", "cached_statements")
 
 
 class SqliteStore(SqlStore):
@@ -43,6 +50,12 @@ class SqliteStore(SqlStore):
         super().__init__(url, *args, **options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pillarbox-sqlite")
         self._engine = make_sqlite_engine(url)
+        path = url.database or ""
+        # As SQLite took it: the process may change its folder later.
+        self._path = path if path.startswith("file:") else os.path.abspath(path)
+        self._files: tuple[Stamp | None, Stamp | None] = (None, None)
+        """The database and its WAL, as they were when the connection was made."""
+        self._is_another = False
         self._version: int | None = None
         self._is_closed = False
 
@@ -51,11 +64,57 @@ class SqliteStore(SqlStore):
             raise ConfigError(f"Store {self.name}: there is no such file. Run `pillarbox schema create` first.")
         await super().open()
 
-    async def _transact(self, work: Work[T], *, writes: bool) -> T:
+    async def _transact(self, work: Work[T], *, writes: bool, is_long: bool) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact_here, work, writes)
 
+    def _connect(self) -> sa.Connection:
+        """The connection, to the file that is at the path now: SQLite itself would go on with one that was replaced."""
+        database, wal = _stamp(self._path), _stamp(f"{self._path}-wal")
+        known, known_wal = self._files
+        # A file that never was there is made, by whoever creates the tables.
+        if database is None and (known is not None or self._is_another):
+            self._disconnect()
+            raise StoreUnavailable(f"Store {self.name}: the file is gone; it is used again when it is back")
+        if known is not None and database != known:
+            if wal is not None and wal == known_wal and os.path.getsize(f"{self._path}-wal") > 0:
+                # The old connection stays open: another file must not get the number of its WAL.
+                raise StoreUnavailable(
+                    f"Store {self.name}: the file was replaced, and the WAL of the one before is still beside it. "
+                    f"Delete {self._path}-wal and {self._path}-shm: SQLite would mix the two"
+                )
+            self._disconnect()
+            log.warning("Store %s: the file was replaced; using the one that is there now.", self.name)
+        connection = self._engine.connect()
+        if self._files[0] is None:
+            self._files = (_stamp(self._path), _stamp(f"{self._path}-wal"))
+        elif known_wal is None:  # made by the first statement that reads or writes
+            self._files = (database, wal)
+        if self._is_another:
+            # A file from before this relay first ran has no lanes for it, and without them nothing is claimed. One that
+            # is still being made may have no tables.
+            try:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                (self._look if self.layout.order is None else self._ensure_lanes)(connection)
+                connection.commit()
+            except sa.exc.OperationalError as error:
+                connection.close()
+                raise StoreUnavailable(
+                    f"Store {self.name}: the file is another one, not ready yet: {error.orig}"
+                ) from error
+            except BaseException:
+                connection.close()
+                raise
+        self._is_another = False
+        return connection
+
+    def _disconnect(self) -> None:
+        self._engine.dispose()
+        self._files = (None, None)
+        self._is_another = True
+        self._version = None
+
     def _transact_here(self, work: Work[T], writes: bool) -> T:
-        with self._engine.connect() as connection:
+        with self._connect() as connection:
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
             result = work(connection)
             connection.commit()
@@ -70,7 +129,10 @@ class SqliteStore(SqlStore):
         deadline = loop.time() + timeout.total_seconds()
         pause = FIRST_POLL
         while True:
-            version = await loop.run_in_executor(self._thread, self._data_version)
+            try:
+                version = await loop.run_in_executor(self._thread, self._data_version)
+            except (StoreUnavailable, sa.exc.DBAPIError):
+                return True  # the next claim says what is wrong
             if version != self._version:
                 self._version = version
                 return True
@@ -81,7 +143,7 @@ class SqliteStore(SqlStore):
             pause = min(LONGEST_POLL, pause * 1.5)
 
     def _data_version(self) -> int:
-        with self._engine.connect() as connection:
+        with self._connect() as connection:
             return int(connection.exec_driver_sql("PRAGMA data_version").scalar_one())
 
     async def close(self) -> None:
@@ -91,8 +153,29 @@ class SqliteStore(SqlStore):
             self._thread.shutdown()
 
 
+Stamp = tuple[int, int]
+
+
+def _stamp(path: str) -> Stamp | None:
+    """Which file is at a path."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _read_text(raw: bytes) -> str | bytes:
+    """Text, or its bytes where they are not UTF-8: the driver would fail on every row beside it."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
 def make_sqlite_engine(url: sa.URL) -> sa.Engine:
     """An engine with one connection in WAL mode, whose transactions are begun by hand."""
+    check_options(url, {*_OPTIONS, *(url.query if "uri" in url.query else ())}, driver="sqlite+pysqlite", what="Store")
     engine = sa.create_engine(
         url.set(drivername="sqlite+pysqlite"),
         poolclass=StaticPool,
@@ -103,6 +186,7 @@ def make_sqlite_engine(url: sa.URL) -> sa.Engine:
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # the driver begins nothing by itself
+        connection.text_factory = _read_text
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
 

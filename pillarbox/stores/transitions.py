@@ -14,7 +14,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -22,20 +22,34 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.errors import Unsupported
-from pillarbox.event import DELIVERED, Claim, Outcome, Released
+from pillarbox.errors import InvalidEvent, Unsupported
+from pillarbox.event import DELIVERED, MAX_DELAY, Claim, Outcome, Released
 from pillarbox.layouts.clock import instant, seconds_until
 from pillarbox.layouts.layout import Delete, Layout, Move, Update
 from pillarbox.stores import Mode, Settlement
-from pillarbox.stores.dialect import Given, GivenRows, Kinds, SameForAll, UsedColumns, delete_given, is_mysql
+from pillarbox.stores.dialect import (
+    Given,
+    GivenRows,
+    Kinds,
+    SameForAll,
+    UsedColumns,
+    delete_given,
+    in_parts,
+    is_mysql,
+    is_time,
+)
+from pillarbox.stores.fields import MOST_TRIES, count_tries
 from pillarbox.stores.hot import Hot
 from pillarbox.stores.moving import Mover, Run, has_no_partition
 from pillarbox.stores.outcomes import group_outcomes
+from pillarbox.stores.refusals import write_apart
+from pillarbox.stores.weighing import Scale
 
 log = logging.getLogger("pillarbox.store")
 
 WAKE_LIMIT = 1000
 DEFAULT_LEASE = timedelta(seconds=30)
+POSTPONED = timedelta(minutes=1)
 LAPSED = "The lease lapsed: the relay that held this event died or stalled."
 
 
@@ -60,6 +74,8 @@ class _Write(NamedTuple):
 class Transitions(ABC):
     """The statements of one layout on one database, for the rows of one sink."""
 
+    scale: Scale
+
     def __init__(
         self,
         layout: Layout,
@@ -81,6 +97,9 @@ class Transitions(ABC):
         self.lease = layout.lease.length or DEFAULT_LEASE
         self.max_attempts: int | None = None
         self.parks = True
+        self.is_stuck = False
+        """Whether there are lapsed rows that nothing can be done about now."""
+        self._postponed: set[Any] = set()
         self._hints = is_mysql(dialect)
         keeps = retain and isinstance(layout.delivered, Delete)
         self._delivered = layout.kept if keeps and layout.kept is not None else layout.delivered
@@ -88,6 +107,7 @@ class Transitions(ABC):
         self._deletes = not self._hints and isinstance(self._delivered, Delete)
         self._row = self.outbox.c[layout.row]
         self._names = layout.rows
+        self._nameless: set[bytes] = set()
         is_raw = layout.lease.token == "wrote"
         self._kinds = Kinds(self.held, self._names, layout.lease.fence, is_raw=is_raw)
         self._given = GivenRows(dialect, self._kinds)
@@ -144,8 +164,10 @@ class Transitions(ABC):
         layout, c = self.layout, self.outbox.c
         if layout.cancellable is None or layout.reschedule is None:
             raise Unsupported(f"Layout {layout.name!r}: its events cannot be cancelled or rescheduled")
+        # As a CASE, so that no index of free rows is read for those that are chosen.
+        is_free = sa.case((layout.cancellable(c), sa.true()), else_=sa.false())
         free = sa.select(*self._identity(), *self._key_columns()).where(
-            self.is_mine(self.outbox), self._chosen(ids, dedup_key), layout.cancellable(c)
+            self.is_mine(self.outbox), self._chosen(ids, dedup_key), is_free
         )
         if topic is not None and layout.dedup_within is not None:
             free = free.where(c[layout.dedup_within] == topic)
@@ -157,10 +179,24 @@ class Transitions(ABC):
             self._write(db, "cancel", found)
         else:
             mine = self._is_among(found)
+            self._check_due(db, mine, given.due_at)
             change = sa.update(self.outbox).where(mine).values(layout.reschedule.values(c, given))
             db.execute(change.with_hint("FORCE INDEX (PRIMARY)", dialect_name=self.dialect) if self._hints else change)
         self._changed(db, rows)
         return len(rows)
+
+    def _check_due(self, db: sa.Connection, mine: ColumnElement[bool], due_at: datetime) -> None:
+        """Refuse a time so long after a row's creation that the table's own system could not read it."""
+        furthest, created = self.layout.furthest, self.layout.created
+        if furthest is None or created is None:
+            return
+        # Not by min() of the database, which would walk an index of times from its start to find the first of them.
+        oldest = min(db.execute(sa.select(self.outbox.c[created]).where(mine)).scalars(), default=None)
+        if oldest is not None and due_at - oldest > furthest:
+            raise InvalidEvent(
+                f"reschedule: layout {self.layout.name!r} expects an event to be due at most {furthest.days} days "
+                f"after it was put; got {due_at.isoformat()} for one that was put at {oldest.isoformat()}"
+            )
 
     def _changed(self, db: sa.Connection, rows: Sequence[Any]) -> None:
         """Called with the rows that were cancelled or rescheduled."""
@@ -187,15 +223,17 @@ class Transitions(ABC):
             for wait, value in zip(self.layout.waits, row, strict=True)
             if value is not None
         ]
-        return max(0.0, min(moments)) if moments else None
+        # A time may be infinite, and a duration may not.
+        return max(0.0, min(*moments, MAX_DELAY.total_seconds())) if moments else None
 
     def _let_lapsed_go(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
         moved = 0
+        self.is_stuck = False
         if self._lapsed is not None:
             params = {"limit": WAKE_LIMIT, "lease": self.lease.total_seconds()}
             while lapsed := db.execute(self._lapsed, params).all():
                 moved += self._let_go(db, lapsed, max_attempts, park)
-                if len(lapsed) < WAKE_LIMIT:
+                if len(lapsed) < WAKE_LIMIT or self.is_stuck:
                     break
         return moved
 
@@ -205,8 +243,9 @@ class Transitions(ABC):
         width = len(self._names)
         for found in lapsed:
             counted, fence, key, own_max = found[width:]
+            counted, own_max = count_tries(counted), count_tries(own_max)
             row = self._identify(found)
-            attempts = counted if self.layout.is_counted_at_claim else counted + 1
+            attempts = counted if self.layout.is_counted_at_claim else min(counted + 1, MOST_TRIES)
             most = own_max or max_attempts
             if most is not None and attempts >= most:
                 last.append(Given(row, fence, attempts, 0.0, LAPSED, park and key is not None))
@@ -214,13 +253,32 @@ class Transitions(ABC):
                 # Rows that lapsed twice may have killed their relay together: they return at different moments, so
                 # that the guilty one spends its attempts alone.
                 spread = 0.0 if attempts < 2 else random.uniform(0, min(300.0, 2.0 ** min(attempts, 20)))
-                again.append(Given(row, fence, attempts, spread, LAPSED))
+                again.append(Given(row, fence, attempts, spread, LAPSED, park and key is not None))
         # Their rows are locked, and a claim without a holder has nothing to compare.
-        moved = self._write(db, "lapse", again)
-        if last:
-            moved += self._bury(db, last, fenced=False)
+        moved, refused = write_apart(db, lambda rows: self._write(db, "lapse", rows), again)
+        moved += self._bury_refused(db, last, refused)
         self.unblock(db, {key for *_, key, _ in lapsed if key is not None})
         return moved
+
+    def _bury_refused(self, db: sa.Connection, last: Sequence[Given], refused: Sequence[tuple[Given, str]]) -> int:
+        """Let rows be dead, the last of their tries and those that their table does not let be free."""
+        told = [given._replace(error=f"The database refused to free this event: {why}") for given, why in refused]
+        moved, left = write_apart(db, lambda rows: self._bury(db, rows, fenced=False), [*last, *told])
+        return moved + self._postpone(db, left)
+
+    def _postpone(self, db: sa.Connection, refused: Sequence[tuple[Given, str]]) -> int:
+        """Let rows wait that their tables let be neither free nor dead: they must not be tried again at once."""
+        for given, why in refused:
+            if given.row_id not in self._postponed:
+                log.error(
+                    "Row %s of %s can be neither freed nor dead, so it waits: %s",
+                    *(given.row_id, self.outbox.fullname, why),
+                )
+                self._postponed.add(given.row_id)
+        rows = [Given(given.row_id, None, 0, POSTPONED.total_seconds()) for given, _ in refused]
+        postponed, left = write_apart(db, lambda rows: self._write(db, "renew", rows), rows)
+        self.is_stuck |= bool(left)
+        return postponed
 
     # -- settling -----------------------------------------------------------------------------------------------------
 
@@ -232,7 +290,7 @@ class Transitions(ABC):
         is_whole = self._deletes and len(outcomes) == len(claims) > 0
         if is_whole and all(outcome is DELIVERED for outcome in outcomes):
             return self._settle_delivered(db, claims, fenced=fenced)
-        groups = group_outcomes(claims, outcomes, park)
+        groups = group_outcomes(claims, outcomes, park, longest=self.layout.longest_delay)
         if mode == "hold":
             groups["release"] = []
         counts = {name: self._write(db, name, groups[name], fenced=fenced) for name in ("retry", "release")}
@@ -308,7 +366,7 @@ class Transitions(ABC):
             for given in rows:
                 log.warning("Row %s of %s is dead: %s", given.row_id, self.outbox.fullname, given.error)
         if isinstance(dead, Move):
-            return self._moves[fenced]["dead"](db, rows)
+            return sum(self._moves[fenced]["dead"](db, part) for part in in_parts(rows))
         return self._write(db, "dead", rows, fenced=fenced)
 
     def _write_delivered(self, db: sa.Connection, rows: Sequence[Given], *, fenced: bool) -> int:
@@ -361,19 +419,36 @@ class Transitions(ABC):
 
     def _identity(self) -> list[ColumnElement[Any]]:
         # As the driver gives them: what goes back as a parameter need not be anything else.
-        return [sa.type_coerce(self.held.c[name], sa.types.NullType()).label(name) for name in self._names]
+        return [self._as_given(self.held.c[name]).label(name) for name in self._names]
+
+    def _as_given(self, column: Any) -> ColumnElement[Any]:
+        is_text = self.dialect == "postgresql" and is_time(column.type)
+        return sa.cast(column, sa.Text) if is_text else sa.type_coerce(column, sa.types.NullType())
+
+    def _leave_nameless(self, rows: Sequence[Any]) -> Sequence[Any]:
+        """Leave out rows that no statement could name again: in SQLite an id may be a blob, or no valid text."""
+        if self.dialect != "sqlite" or not any(type(row[0]) is bytes for row in rows):
+            return rows
+        for name in {row[0] for row in rows if type(row[0]) is bytes} - self._nameless:
+            self._nameless.add(name)
+            log.error("Row %r of %s has an id that is no text, so nobody can claim it.", name, self.outbox.fullname)
+        return [row for row in rows if type(row[0]) is not bytes]
 
     def _identify(self, row: Sequence[Any]) -> Any:
         return row[0] if len(self._names) == 1 else tuple(row[: len(self._names)])
 
     def _is_among(self, rows: Sequence[Given]) -> ColumnElement[bool]:
         c, names = self.held.c, self._names
+        numbers = [row.row_id if len(names) == 1 else row.row_id[0] for row in rows]
+        if self.dialect == "postgresql":  # one parameter, and one text whatever their number
+            is_numbered = c[names[0]] == sa.any_(sa.literal(numbers, postgresql.ARRAY(c[names[0]].type)))
+        else:
+            is_numbered = sa.type_coerce(c[names[0]], sa.types.NullType()).in_(numbers)
         if len(names) == 1:
-            numbers = [row.row_id for row in rows]
-            if self.dialect == "postgresql":  # one parameter, and one text whatever their number
-                return c[names[0]] == sa.any_(sa.literal(numbers, postgresql.ARRAY(c[names[0]].type)))
-            return sa.type_coerce(c[names[0]], sa.types.NullType()).in_(numbers)
-        return sa.or_(*(sa.and_(*(c[n] == v for n, v in zip(names, row.row_id, strict=True))) for row in rows))
+            return is_numbered
+        # By their first column, too: of an OR alone no index is sure to be found.
+        pairs = sa.tuple_(*(self._as_given(c[name]) for name in names))
+        return is_numbered & pairs.in_([row.row_id for row in rows])
 
     def _key_columns(self) -> list[ColumnElement[Any]]:
         key = self.layout.fields.get("key") if self.layout.side is None else None
@@ -428,7 +503,7 @@ class Transitions(ABC):
         is_alike = not is_mysql(self.dialect) and write.same.is_possible
         if is_alike and all(row[1:] == rest for row in rows):
             return write.alike.execute(db, write.same.params([row[0] for row in rows], rows[0])).rowcount
-        return write.each.execute(db, write.given.params(rows)).rowcount
+        return sum(write.each.execute(db, write.given.params(part)).rowcount for part in in_parts(rows))
 
     def _build_lapsed(self) -> sa.Select[Any] | None:
         layout, c = self.layout, self.held.c

@@ -13,20 +13,19 @@ from pillarbox.durations import parse_duration
 from pillarbox.errors import ConfigError, MissingExtra
 from pillarbox.layouts import Layout, get_layout
 from pillarbox.stores.sql import SqlStore
+from pillarbox.urls import parse_database_url, show_database
 
 _EXPECTED = "expected a url like postgresql://…, mysql://…, mariadb://… or sqlite:///path"
 
 
 def parse_store_url(url: str | sa.URL) -> sa.URL:
     """A database URL whose scheme is known; the driver in it, if any, does not matter."""
-    try:
-        parsed = sa.make_url(url)
-    except sa.exc.ArgumentError as error:
-        # Not the url itself: what cannot be taken apart may have a password anywhere.
-        raise ConfigError(f"Store: {_EXPECTED}; got something that is no url") from error
+    parsed = parse_database_url(url, what="Store", expected=_EXPECTED)
     backend = {"postgres": "postgresql"}.get(parsed.get_backend_name(), parsed.get_backend_name())
     if backend not in ("postgresql", "mysql", "mariadb", "sqlite"):
-        raise ConfigError(f"Store {parsed.render_as_string(hide_password=True)!r}: {_EXPECTED}")
+        raise ConfigError(f"Store {show_database(parsed)!r}: {_EXPECTED}")
+    if backend == "sqlite" and (parsed.host or parsed.username):
+        raise ConfigError(f"Store {show_database(parsed)!r}: a SQLite file has no server; write sqlite:///path")
     return parsed.set(drivername=backend)
 
 

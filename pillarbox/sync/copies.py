@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from pillarbox.errors import QueueError, SinkUnavailable, StoreUnavailable
 from pillarbox.event import DELIVERED, Claim, Outcome
+from pillarbox.sinks import Sink
 from pillarbox.sync.opening import open_connection
 from pillarbox.sync.queues import ALL_TARGETS, look
 from pillarbox.sync.settling import newest_number, queued_of
@@ -43,7 +44,7 @@ _SHARED = {"seeded_for": "", "ceiling": 0, "sessions": "", "sent": 0, **NO_HEAD}
 """The state of a queue whose numbers mean nothing at any target."""
 
 
-class CopySink:
+class CopySink(Sink):
     """Adds rows of a shared queue to its copies, which are by target."""
 
     is_quick: bool = False
@@ -52,15 +53,6 @@ class CopySink:
         self.name = source.name
         self._source = source
         self._copies = copies
-
-    async def open(self) -> None:
-        pass
-
-    async def check(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
     async def deliver(self, claims: Sequence[Claim]) -> Sequence[Outcome]:
         source = self._source

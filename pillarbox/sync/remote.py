@@ -11,8 +11,8 @@ from typing import Any
 from pillarbox.errors import SinkUnavailable, StoreUnavailable
 from pillarbox.retry import describe_error
 from pillarbox.sync import remote_sql
-from pillarbox.sync.hiding import Hiding
 from pillarbox.sync.writers import Batches, Dialect, Statement, Writer, describe
+from pillarbox.urls import Secrets
 
 log = logging.getLogger("pillarbox.sync")
 
@@ -40,7 +40,7 @@ class Remote:
         self.batches = batches or traits.batches
         self.dialect = dialect or traits.dialect
         self._auto_schema = auto_schema
-        self._hiding = Hiding(connection or {})
+        self._secrets = Secrets(connection or {})
         self._slots = asyncio.Semaphore(traits.concurrency)
         self._opening = asyncio.Lock()
         self._is_open = False
@@ -76,7 +76,7 @@ class Remote:
         except SinkUnavailable:
             raise
         except Exception as error:
-            reason = self._hiding.hide(describe_error(error))
+            reason = self._secrets.hide(describe_error(error))
             raise SinkUnavailable(f"Target {self.name}: its writer's {name} failed: {reason}") from None
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Remote:
                 raise
             except Exception as error:
                 # Without its cause: a traceback would show what is hidden here.
-                raise SinkUnavailable(f"Target {self.name}: {self._hiding.hide(describe_error(error))}") from None
+                raise SinkUnavailable(f"Target {self.name}: {self._secrets.hide(describe_error(error))}") from None
         return self._check(results, len(statements))
 
     def _check(self, results: Any, count: int) -> Sequence[Mapping[str, Any]]:
@@ -106,7 +106,7 @@ class Remote:
         return [each if each["ok"] else self._clean(each) for each in results]
 
     def _clean(self, result: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**result, "error": self._hiding.hide(str(result.get("error") or "the writer gave no reason"))}
+        return {**result, "error": self._secrets.hide(str(result.get("error") or "the writer gave no reason"))}
 
     async def ask(self, statement: Statement, what: str) -> list[Sequence[Any]]:
         """The rows of a SELECT; raises `StoreUnavailable` when there is no answer."""

@@ -7,12 +7,12 @@ INSERTs that carry their number are known by the second time.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pillarbox.errors import SinkUnavailable, StoreUnavailable, UnsupportedStatement
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Outcome, Retry
+from pillarbox.sinks import Sink
 from pillarbox.sync import remote_sql
 from pillarbox.sync.marks import TRIES, Mark
 from pillarbox.sync.remote import Remote
@@ -27,7 +27,7 @@ _SINGLES_AT_ONCE: Final = 20
 _LONGEST_ERROR: Final = 2000
 
 
-class WriterSink:
+class WriterSink(Sink):
     """Sends the statements of one table to one target."""
 
     is_quick: bool = False
@@ -35,8 +35,6 @@ class WriterSink:
     def __init__(self, remote: Remote, table: str, *, inject: bool) -> None:
         self.name = remote.name
         self.table = table
-        self.most = _SINGLES_AT_ONCE if remote.batches == "single" else sys.maxsize
-        """How many statements a batch may have: what was sent one by one comes again when the service is ended."""
         self._remote = remote
         self._inject = inject
         self._mark = Mark(remote, table)
@@ -44,6 +42,11 @@ class WriterSink:
         self._sent: int | None = None
         self._source: QueueSource
         self._state: QueueState
+
+    @property
+    def most(self) -> int | None:
+        """How many statements a batch may have: what was sent one by one comes again when the service is ended."""
+        return _SINGLES_AT_ONCE if self._remote.batches == "single" else None
 
     async def prepare(self, source: QueueSource) -> None:
         """Make the remote table ready and give the queue numbers that are free there."""

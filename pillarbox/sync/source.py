@@ -133,7 +133,9 @@ class QueueSource(ThreadedQueue):
         max_attempts: int | None = None,
         park: bool = True,
         is_prefetch: bool = False,
+        max_bytes: int | None = None,
     ) -> QueueBatch:
+        # How much a batch weighs is bounded by the setting of the queue, `batch_bytes` of its `flush`.
         await self._get_ready()
         self._pushed.clear()
         return await self._run(self._claim_here, limit, park)

@@ -26,7 +26,7 @@ import psutil
 from tests.servers import ROOT
 
 IMPORTED = (
-    *("pillarbox.cli", "pillarbox.stores.mysql", "pillarbox.stores.postgres", "pillarbox.stores.sqlite"),
+    *("pillarbox.cli.commands", "pillarbox.stores.mysql", "pillarbox.stores.postgres", "pillarbox.stores.sqlite"),
     *("rich.console", "rich.table", "sqlalchemy.ext.asyncio", "sqlalchemy.orm"),
     *("asyncpg", "psycopg", "pillarbox.inbox.consuming", "pillarbox.sinks.kafka", "pillarbox.sources.kafka"),
     *("pillarbox.sync.service", "pillarbox.sync.writers.sqlite"),

@@ -196,7 +196,7 @@ def test_bench_measures_and_leaves_nothing(each: Table) -> None:
 # -- signals -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_stops_the_relay_with_nothing_held(table: Table, number: signal.Signals) -> None:
     process = table.start("relay", "--sink", "stdout:")
     started = read_until(process.stderr, "Relaying")
@@ -280,6 +280,9 @@ def test_summary_as_json_goes_to_standard_output(table: Table) -> None:
         "lost": 0,
         "dropped": 0,
         "remaining": {
+            "ready": 0,
+            "waiting": 0,
+            "leased": 0,
             "new": 0,
             "retrying": 0,
             "held": 0,
@@ -371,6 +374,17 @@ def test_destination_that_is_down_fails_a_drain(table: Table) -> None:
     assert "/nowhere" in first
     assert second == "hint: the events stay in the outbox; run again when the destination is back"
     assert table.counts() == {"new": 1}
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["sink", "route"])
+def test_file_sink_in_a_missing_folder_is_told_at_the_start(table: Table, routed: bool) -> None:
+    """Also when there is nothing to send: a folder does not come back by itself, as a broker does."""
+    if routed:
+        settings = '[sinks.out]\nurl = "file:missing/out.jsonl"\n[[routes]]\nto = "out"\n'
+        (table.folder / "pillarbox.toml").write_text(settings)
+    done = table.run("relay", *([] if routed else ["--sink", "file:missing/out.jsonl"]), "-q")
+    assert (done.code, done.out) == (1, "")
+    assert f"the folder {str(table.folder / 'missing')!r} does not exist; create it" in done.err.splitlines()[0]
 
 
 # -- settings ----------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ def test_relay_that_dies_loses_nothing(
     dying.join(30)
     assert dying.exitcode == CRASHED
     assert len(read_lines(file)) == delivered_before
+    assert database.faults() == []
     second = fork(relay_the_rest, database.url, file, mode)
     until(database.is_empty, "an empty outbox")
     second.kill()
@@ -153,6 +154,7 @@ def test_relay_that_dies_loses_nothing(
     again = 2 if is_counted and mode == "lease" else 1
     assert dict(lines) == {number: again if 4 <= number <= 7 else 1 for number in range(1, 13)}
     assert database.dead() == []
+    assert database.faults() == []
 
 
 # -- an event that kills its relay -------------------------------------------------------------------------
@@ -212,6 +214,7 @@ def test_event_that_kills_its_relay_dies_alone(
     relay.kill()
     relay.join()
     assert database.dead() == ["poison"]
+    assert database.faults() == []
     # A relay that dies in a hold has counted nothing; the next one starts with leases, and comes closer.
     assert 3 <= deaths <= (3 if mode == "lease" else 5)
     first = list(dict.fromkeys(line["type"] for line in read_lines(file)))

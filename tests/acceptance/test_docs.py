@@ -19,7 +19,7 @@ import pillarbox
 import pillarbox.errors
 import pillarbox.testing
 from benchmarks.__main__ import BENCHMARKS
-from pillarbox.cli import app
+from pillarbox.cli.commands import app
 from pillarbox.cli.demo import _print_report as print_report
 from pillarbox.config import (
     VARIABLES,
@@ -77,6 +77,13 @@ def test_page_does_what_it_says(
         for name, url in urls.items():
             monkeypatch.setenv(name, url)
         Reader(tmp_path, launcher, urls).follow(blocks)
+
+
+def test_the_whole_of_it_runs_when_it_is_copied_alone(launcher: Launcher, tmp_path: Path) -> None:
+    (block,) = [each for each in read_blocks(ROOT / "README.md") if "asyncio.run(main())" in each.text]
+    (tmp_path / "whole.py").write_text(block.text)
+    done = type_command(launcher, "python whole.py", cwd=tmp_path, env={})
+    assert done == (0, "order.placed ann b'{\"total\":990}'\n")
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=name_page)

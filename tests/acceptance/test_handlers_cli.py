@@ -140,7 +140,7 @@ def test_terminated_run_finishes_what_is_under_way(each: Shop) -> None:
     process = start("handlers", "run", *each.options, cwd=each.folder)
     try:
         each.put("Deposited")
-        until(lambda: "mailer Deposited" in each.calls)
+        until(lambda: each.calls == ["ledger Deposited", "mailer Deposited"])
         process.send_signal(signal.SIGTERM)
         (each.folder / "wait").unlink()
         done = finish(process)

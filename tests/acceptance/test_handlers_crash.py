@@ -127,6 +127,8 @@ def test_effects_of_handlers_that_die_happen_exactly_once(database: Database, st
             break
         process.join(30)
         assert process.exitcode == CRASHED
+        assert database.faults() == []
         deaths += 1
     assert effects_in(database) == expected
+    assert database.faults() == []
     assert deaths == 2

@@ -55,7 +55,7 @@ def test_stop_leaves_a_call_behind_that_takes_longer_than_its_timeout(tmp_path: 
         process.kill()
         process.wait()
     assert process.returncode == 0
-    assert "Left behind: 1 calls that take longer than their timeout." in told
+    assert "Left behind: 1 call beyond the timeout." in told
 
 
 def _is_retried(url: str) -> bool:

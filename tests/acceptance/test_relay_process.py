@@ -83,6 +83,7 @@ def test_relays_that_are_killed_and_stopped_lose_nothing(
                 until(database.leased, "a relay in the middle of a batch")
                 killed = crew.pop(0)
                 killed.kill()
+                assert database.faults() == []
             crew.append(start_relay(database, "--batch-size", "40", *(AUTO if len(crew) % 2 else LEASE)))
             await_progress(file)
         for relay in crew:
@@ -122,7 +123,7 @@ def test_relay_that_lost_its_lease_changes_nothing(database: Database, start_rel
         until(lambda: said in late.log or _first_row(database) != before, "the late relay's settlement")
         assert len(read_lines(late_file)) == 1, "the late relay's delivery cannot be undone"
         assert late.terminate() == 0
-        assert _first_row(database) == before
+        assert _first_row(database) == before, late.log
         assert said in late.log
     until(database.is_empty, "an empty outbox")
     assert taker.terminate() == 0

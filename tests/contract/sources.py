@@ -177,7 +177,7 @@ class SourceKit:
 # -- what tests do with a source -------------------------------------------------------------------------------------
 
 
-async def until(is_true: Callable[[], Any], *, within: float = 20.0) -> None:
+async def until(is_true: Callable[[], Any], *, within: float = 60.0) -> None:
     """Wait until a condition holds."""
     limit = time.monotonic() + within
     while not is_true():
@@ -185,7 +185,7 @@ async def until(is_true: Callable[[], Any], *, within: float = 20.0) -> None:
         await asyncio.sleep(0.02)
 
 
-async def until_told(ask: Callable[[], Any], expected: Any, *, within: float = 20.0) -> None:
+async def until_told(ask: Callable[[], Any], expected: Any, *, within: float = 60.0) -> None:
     """Wait until the broker tells what is expected; it is asked in a thread."""
     limit = time.monotonic() + within
     while (found := await asyncio.to_thread(ask)) != expected:

@@ -170,6 +170,10 @@ class SqlKit:
         self._checked_out: set[Any] = set()
         database.empty()
 
+    @property
+    def is_pooled(self) -> bool:
+        return bool(self._options.get("pooler"))
+
     async def open(self, *, all_lanes: bool = True, **options: Any) -> SqlStore:
         with reuse_statements(self.database.built) if all_lanes else nullcontext():
             store = self.make(**options)
@@ -271,6 +275,10 @@ class SqlKit:
         return {await store.run(lambda db: db.exec_driver_sql(show).scalar_one()) for _ in range(5)}
 
     async def close(self) -> None:
+        if self.database.backend == "sqlite":
+            # A look that was cancelled still runs in the store's thread, which ends before the store is closed.
+            for store in self._stores:
+                await store.close()
         leaked = list(self._checked_out)
         for record in leaked:
             # What it has locked must not stop the next test.
@@ -360,7 +368,7 @@ async def attempts(store: Store) -> dict[str, int]:
     return {record.event.type: record.attempts for record in await store.events(EVERYTHING, limit=1000)}
 
 
-async def until(condition: Callable[[], Awaitable[Any]], *, seconds: float = 10.0) -> Any:
+async def until(condition: Callable[[], Awaitable[Any]], *, seconds: float = 60.0) -> Any:
     """Ask again until the answer is true; returns it."""
     async with asyncio.timeout(seconds):
         while not (answer := await condition()):

@@ -1,4 +1,4 @@
-"""A TCP proxy before a database server: it delays what passes, and cuts connections at a word."""
+"""A TCP proxy before a database server: it delays what passes, counts, and cuts connections at a word."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Proxy:
         self.cut_at: bytes | None = None
         self.cut: Literal["before", "after"] = "before"
         self.cuts = 0
+        self.round_trips = 0
+        """How often the client spoke after it had an answer."""
+        self._is_answered = True
         self._is_ending = False
         self._ways: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
@@ -51,9 +54,14 @@ class Proxy:
             way.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
+    def _count(self, *, is_client: bool) -> None:
+        self.round_trips += is_client and self._is_answered
+        self._is_answered = not is_client
+
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, watch: bool) -> None:
         with suppress(OSError):
             while chunk := await reader.read(65_536):
+                self._count(is_client=watch)
                 if self.delay:
                     await asyncio.sleep(self.delay)
                 if self._is_ending and not watch:

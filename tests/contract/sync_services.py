@@ -98,7 +98,7 @@ async def running(service: SyncService) -> AsyncIterator[SyncService]:
         await task
 
 
-async def until(condition: Callable[[], object], *, seconds: float = 20) -> None:
+async def until(condition: Callable[[], object], *, seconds: float = 60) -> None:
     """Wait until something holds."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -7,6 +7,7 @@ a writer, write a kit and put it into `KITS`.
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -217,12 +218,10 @@ class MariadbKit(ServerKit):
         )
 
     def waiting(self) -> list[int]:
-        # InnoDB names the sessions that wait; another test's may be among them, so the statement is looked at as well.
-        found = self.query(
-            "SELECT t.trx_mysql_thread_id FROM information_schema.innodb_trx t "
-            f"WHERE t.trx_state = 'LOCK WAIT' AND t.trx_query LIKE '%{self.table}%'"
-        )
-        return [thread for (thread,) in found]
+        # Not from information_schema.innodb_trx: it is not renewed while anybody reads it ten times a second.
+        [(_, _, status)] = self.query("SHOW ENGINE INNODB STATUS")
+        transactions = [each for each in status.split("---TRANSACTION") if "LOCK WAIT" in each and self.table in each]
+        return [int(match[1]) for each in transactions if (match := re.search(r"thread id (\d+)", each))]
 
     def has_session(self, session: int) -> bool:
         return bool(self.query(f"SELECT id FROM information_schema.processlist WHERE id = {session}"))

@@ -75,13 +75,27 @@ async def test_event_is_one_row_with_its_action(actions: ActionKit) -> None:
         "model_id": str(wallet["id"]),
         "model_type": "Wallet",
         "event_type": "Deposited",
-        "payload": {"amount": 5},
+        "payload": {"amount": 5, **told(actions, str(wallet["id"]))},
         "event_date": NOON + timedelta(seconds=2),
         "delivered": False,
     }
     assert act.completed_at == NOON + timedelta(seconds=2)
     assert actions.balances() == [5]
     assert actions.side() == []
+
+
+def told(actions: ActionKit, model_id: str) -> dict[str, str]:
+    """What a payload in Ekbatan's own table says beside the event: its handlers read the model there."""
+    return {"modelId": model_id, "modelName": "Wallet"} if actions.place.layout == "ekbatan" else {}
+
+
+async def test_payload_that_names_its_model_is_left_as_it_is(actions: ActionKit) -> None:
+    def body(act: Action[Any], session: Session) -> None:
+        act.emit(Event("Moved", {"modelId": "mine", "modelName": "Purse"}), model_type="Wallet", model_id="w-1")
+
+    await actions.act(body)
+    [row] = actions.rows()
+    assert row["payload"] == {"modelId": "mine", "modelName": "Purse"}
 
 
 async def test_times_are_utc_wherever_the_process_is(actions: ActionKit) -> None:
@@ -121,12 +135,13 @@ async def test_events_of_an_action_share_it_and_keep_their_order(actions: Action
 
     act = await actions.act(body, log=actions.make_log(clock=ManualClock(NOON)))
     found = actions.rows()
+    model = told(actions, found[0]["model_id"])
     assert [(row["event_type"], row["payload"]) for row in found] == [
-        ("Deposited", {"amount": 1}),
-        ("Noted", {"text": "hello"}),
-        ("wallet.audited", {"by": "bob"}),
-        ("Closed", {"reason": "empty"}),
-        ("Deposited", {"amount": 2}),
+        ("Deposited", {"amount": 1, **model}),
+        ("Noted", {"text": "hello", **model}),
+        ("wallet.audited", {"by": "bob", **model}),
+        ("Closed", {"reason": "empty", **model}),
+        ("Deposited", {"amount": 2, **model}),
     ]
     assert [row["event_date"] for row in found] == [NOON + number * STEP for number in range(5)]
     shared = ("namespace", "action_id", "action_name", "action_params", "started_date", "completion_date", "delivered")

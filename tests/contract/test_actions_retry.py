@@ -72,7 +72,7 @@ async def test_stale_version_is_tried_once_more(actions: ActionKit) -> None:
     balance = 11 if actions.place.backend == "sqlite" else 111
     assert actions.balances() == [balance]
     [row] = actions.rows()
-    assert row["payload"] == {"balance": balance}
+    assert row["payload"]["balance"] == balance
     first, second = rival.attempts
     assert row["action_id"] == second.id != first.id
     assert (first.started_at, second.started_at) == (NOON, NOON + timedelta(minutes=1))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-from pillarbox import ConfigError, Event, Handlers, Relay, RelayGroup, SinkUnavailable, handler_relays
+from pillarbox import ConfigError, Event, Handlers, Relay, RelayGroup, SinkUnavailable, Unsupported, handler_relays
 from pillarbox.retry import Constant, NoRetry
 from pillarbox.stores.sql import SqlStore
+from pillarbox.testing import MemoryStore
 from tests.contract.stores import HOUR, SqlKit, event, states, until
 
 pytestmark = pytest.mark.needs("sql")
@@ -296,3 +297,11 @@ def test_options_of_the_relays_maker_count(kit: SqlKit, handlers: Handlers, make
 
     group = make_group(make_relay=partial(Relay, retry=NoRetry()))
     assert [relay._retry for relay in group.relays.values()] == [NoRetry(), NoRetry()]
+
+
+@pytest.mark.parametrize("store", [MemoryStore(), lambda sink: MemoryStore()], ids=["store", "function"])
+def test_store_without_rows_for_each_handler_is_refused(store):
+    handlers = Handlers()
+    handlers.on("order.placed", name="handle")(lambda order: None)
+    with pytest.raises(Unsupported, match=r"got a? ?MemoryStore\. .*give one handler a relay"):
+        handler_relays(store, handlers)

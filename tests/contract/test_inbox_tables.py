@@ -23,7 +23,7 @@ from pillarbox.inbox import Inbox
 from pillarbox.layouts.inbox_tables import InboxMixin
 from pillarbox.layouts.omnibox_tables import OmniboxInboxMixin
 from pillarbox.schema import check_schema, create
-from tests.contract.catalog import DIALECTS, empty_database, read_tables
+from tests.contract.catalog import empty_database, read_tables
 from tests.contract.inboxes import (
     ASYNC_DRIVERS,
     INBOXES,
@@ -35,7 +35,6 @@ from tests.contract.inboxes import (
     make_inboxes,
     message,
 )
-from tests.contract.test_alembic import CONVENTION, configure, find_changes, run_migration
 from tests.servers import ROOT
 
 
@@ -130,24 +129,6 @@ def test_table_has_these_columns_on_postgresql(tmp_path: Path) -> None:
     )
     assert found.key == ("consumer_group", "message_id")
     assert [name for name, _ in found.indexes] == ["inbox_taken"]
-
-
-@pytest.mark.parametrize("convention", [None, CONVENTION], ids=["plain", "convention"])
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_autogenerate_makes_the_whole_and_then_finds_nothing(dialect: str, convention: Any, tmp_path: Path) -> None:
-    metadata = sa.MetaData(naming_convention=convention)
-    Inbox(metadata)
-    with empty_database(dialect, tmp_path) as engine:
-        metadata.create_all(engine)
-        expected = read_tables(engine)
-    with empty_database(dialect, tmp_path) as engine:
-        with engine.begin() as connection:
-            context = configure(connection, metadata)
-            run_migration(context, find_changes(context, metadata))
-        assert read_tables(engine) == expected
-        with engine.begin() as connection:
-            context = configure(connection, metadata)
-            assert find_changes(context, metadata).as_diffs() == []
 
 
 # -- mapped classes ----------------------------------------------------------------------------------------------------

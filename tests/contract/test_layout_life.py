@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -131,10 +132,11 @@ async def test_claimers_at_once_never_share_a_row(layout_kit: LayoutKit) -> None
 
 @pytest.mark.needs("hold")
 async def test_held_row_is_skipped_by_others(layout_kit: LayoutKit, mode: Mode) -> None:
-    layout_kit.add("held")
+    # Of two lanes: a hold keeps its own from others.
+    layout_kit.add("held", id=UUID(int=1))
     first, second = await layout_kit.open(), await layout_kit.open()
     batch = await claim(first, mode="hold")
-    layout_kit.add("free")
+    layout_kit.add("free", id=UUID(int=2))
     other = await claim(second, mode=mode)
     assert (names(batch), names(other)) == ("held", "free")
     await batch.abandon()

@@ -29,6 +29,9 @@ class Watch(Hook):
         self.error: Exception | None = None
         self.has_failed = False
         self.is_beside = asyncio.Event()
+        self.settles_first = False
+        """Whether a claim waits for the batches under way: else the machine decides whether there is one beside it."""
+        self.has_settled = asyncio.Event()
         self.shuts_gate = False
         self.gate = asyncio.Event()
         self.gate.set()
@@ -50,6 +53,9 @@ class Watch(Hook):
             if is_second and self.error is not None:
                 error, self.error, self.has_failed = self.error, None, True
                 raise error
+            while self.settles_first and self.batches and not is_second:
+                self.has_settled.clear()
+                await self.has_settled.wait()
             await self.gate.wait()
             return await self._claim(limit, **options)
         finally:
@@ -60,6 +66,7 @@ class Watch(Hook):
 
     def settled(self, batch: Batch, outcomes: Sequence[Outcome], settlement: Settlement) -> None:
         self.batches -= 1
+        self.has_settled.set()
 
 
 @pytest.fixture
@@ -74,14 +81,19 @@ def put_backlog(kit: Kit, count: int = 60) -> None:
     kit.put(*[event(f"e{number}") for number in range(count)])
 
 
+@pytest.mark.parametrize("settles_first", [False, True])
 async def test_two_claims_run_beside_each_other_and_no_more_is_under_way_than_asked_for(
-    kit: Kit, store: Store, watch: Watch
+    kit: Kit, store: Store, watch: Watch, settles_first: bool
 ) -> None:
+    watch.settles_first = settles_first
     put_backlog(kit)
     sink = MemorySink()
     await Relay(store, sink, batch_size=2, in_flight=3, hook=watch).drain()
     assert sorted(claim.event.type for claim in sink.claims) == sorted(f"e{number}" for number in range(60))
-    assert (watch.most_claiming, watch.most_batches) == (2, 3)
+    assert watch.most_claiming <= 2
+    assert watch.most_batches <= 3
+    if settles_first:
+        assert (watch.most_claiming, watch.most_batches) == (2, 3)
 
 
 async def test_one_batch_at_a_time_means_one_claim_at_a_time(kit: Kit, store: Store, watch: Watch) -> None:
@@ -93,6 +105,7 @@ async def test_one_batch_at_a_time_means_one_claim_at_a_time(kit: Kit, store: St
 async def test_nothing_is_claimed_ahead_before_a_relay_has_started_carefully(
     kit: Kit, store: Store, watch: Watch
 ) -> None:
+    watch.settles_first = True
     put_backlog(kit, 120)
     await Relay(store, MemorySink(), batch_size=8, in_flight=3, hook=watch).drain()
     assert watch.limits[0] == 1

@@ -243,7 +243,7 @@ async def test_copies_and_settlement_are_one_transaction(database):
     await store.open()
     batch = await store.claim(10, mode="lease", lease=timedelta(minutes=1))
     fan_out = FanOut(store, BOTH)
-    outcomes = await fan_out.deliver(batch.claims)
+    outcomes = await fan_out.deliver_in(batch, batch.claims)
     with (
         patch.object(store.transitions, "settle", side_effect=RuntimeError("killed here")),
         pytest.raises(RuntimeError, match="killed here"),
@@ -266,7 +266,7 @@ async def test_fan_out_that_lost_a_claim_copies_nothing_and_releases_the_rest(da
         taken = sa.update(outbox).where(outbox.c.type == "two").values(token="01890a5d-ac96-774b-bcce-b302099a8057")
         db.execute(taken)
     fan_out = FanOut(store, BOTH)
-    outcomes = await fan_out.deliver(batch.claims)
+    outcomes = await fan_out.deliver_in(batch, batch.claims)
     settlement = await batch.settle(outcomes, effect=fan_out.effect(batch.claims, outcomes))
     assert settlement == Settlement(released=1, lost=1)
     assert rows_of(database) == {"": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
@@ -12,9 +13,13 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 from typer.testing import CliRunner
 
-from pillarbox.cli import app
+from pillarbox.cli.commands import app
 from pillarbox.errors import SchemaError
+from pillarbox.inbox import Inbox, Message
+from pillarbox.inbox.database import open_database
 from pillarbox.schema import check_schema, check_tables, create
+from pillarbox.stores.sql import SqlStore
+from pillarbox.stores.url import open_store
 from tests.contract.drifts import declare, own_engine
 
 SERVERS = ("postgres", "mariadb", "mysql")
@@ -67,6 +72,68 @@ def grant_in(error: pytest.ExceptionInfo[SchemaError]) -> str:
     """The GRANT that a message tells, to be run as it stands."""
     text = str(error.value)
     return text[text.index("GRANT ") :].partition(";")[0]
+
+
+# -- using ---------------------------------------------------------------------------------------------------
+
+
+async def test_status_and_relay_tell_the_grants_that_are_missing_and_they_are_enough(restricted: Restricted) -> None:
+    declare("pillarbox")["outbox"].metadata.create_all(restricted.engine)
+    url = restricted.url.set(drivername=restricted.url.get_backend_name())
+    for use in (lambda store: store.counts(), use_as_a_relay):
+        store = open_store(url, table="events")
+        given: list[str] = []
+        try:
+            # One right after the other: a database names the first that is missing.
+            while True:
+                try:
+                    await use(store)
+                    break
+                except SchemaError as error:
+                    text = str(error)
+                    given.append(text[text.index("GRANT ") :])
+                    assert "Let the tables' owner run: GRANT " in text
+                    assert given.count(given[-1]) == 1, text
+                    restricted.run(given[-1])
+        finally:
+            await store.close()
+        assert given
+        assert all(restricted.account in each for each in given)
+
+
+async def use_as_a_relay(store: SqlStore) -> None:
+    await store.open()
+    batch = await store.claim(10, mode="lease", lease=timedelta(seconds=30))
+    assert batch.claims == []
+
+
+@pytest.mark.parametrize("is_engine", [False, True], ids=["url", "engine"])
+async def test_inbox_tells_the_grants_that_are_missing_and_they_are_enough(
+    restricted: Restricted, is_engine: bool
+) -> None:
+    metadata = sa.MetaData()
+    inbox = Inbox(metadata)
+    metadata.create_all(restricted.engine)
+    engine = sa.create_engine(restricted.url)
+    url = restricted.url.set(drivername=restricted.url.get_backend_name())
+    database = open_database(inbox, engine if is_engine else url)
+    message = Message("m-1", "billing", source="orders", type="order.placed", payload=b"{}")
+    given: list[str] = []
+    try:
+        while True:
+            try:
+                assert await database.run(lambda db: inbox.take(db, message))
+                break
+            except SchemaError as error:
+                text = str(error)
+                given.append(text.partition("Let the tables' owner run: ")[2])
+                assert given.count(given[-1]) == 1, text
+                restricted.run(given[-1])
+    finally:
+        await database.close()
+        engine.dispose()
+    assert given
+    assert all(restricted.account in each for each in given)
 
 
 # -- creating ----------------------------------------------------------------------------------------------
@@ -209,7 +276,8 @@ def test_command_exits_by_what_it_finds(tmp_path: Path) -> None:
     assert run(app, ["schema", "create", "--store", url]).exit_code == 0
     clean = run(app, ["schema", "check", "--store", url])
     assert (clean.exit_code, clean.stdout) == (0, "The tables are as layout 'pillarbox' declares them.\n")
-    assert json.loads(run(app, ["schema", "check", "--store", url, "--json"]).stdout) == []
+    as_json = run(app, ["schema", "check", "--store", url, "--json"])
+    assert json.loads(as_json.stdout) == {"layout": "pillarbox", "variant": None, "drifts": [], "hints": []}
     engine = sa.create_engine(url)
     with engine.begin() as db:
         db.exec_driver_sql("DROP INDEX outbox_dead_died")
@@ -222,7 +290,7 @@ def test_command_exits_by_what_it_finds(tmp_path: Path) -> None:
     )
     as_json = run(app, ["schema", "check", "--store", url, "--json"])
     assert as_json.exit_code == 1
-    assert json.loads(as_json.stdout) == [
+    assert json.loads(as_json.stdout)["drifts"] == [
         {
             "table": "outbox_dead",
             "kind": "index",

@@ -32,6 +32,12 @@ async def outage_of(sink: Any) -> str:
     return str(outage.value)
 
 
+async def error_of(sink: Any) -> str:
+    (outcome,) = await sink.deliver([named_claim("a")])
+    await sink.close()
+    return str(outcome.error)
+
+
 # -- signatures ------------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +122,50 @@ async def test_secrets_are_neither_logged_nor_in_errors(caplog, unused_port):
     assert "hunter2" not in down
     shown = "\n".join(record.getMessage() for record in caplog.records)
     assert "hunter2" not in shown
+
+
+SECRET_PATHS = [
+    ("/services/T000/hunter22", "Cannot POST ***"),
+    ("/services/T000/hunter22?verify=s3same&wait=true", "Cannot POST ***"),
+    ("/services/{type}/hunter22?verify=s3same", "Cannot POST /services/order.placed/***?verify=***"),
+    ("/services/x%2Fhunter22/", "Cannot POST ***"),
+    ("/?hunter22", "Cannot POST ***"),
+]
+
+
+@pytest.mark.parametrize("status", [500, 400, 503])
+@pytest.mark.parametrize(("target", "expected"), SECRET_PATHS)
+async def test_answer_that_repeats_the_address_does_not_give_its_secrets_away(status, target, expected):
+    def echo(request: Request) -> Any:
+        return status, {}, f"Cannot POST {request.target}".encode()
+
+    async with serve(echo) as server:
+        sink = open_sink(f"http://127.0.0.1:{server.port}{target}")
+        if status == 503:
+            assert await outage_of(sink) == f"Sink http://127.0.0.1:{server.port}/…: HTTP 503: {expected}"
+        else:
+            assert await error_of(sink) == f"HTTP {status}: {expected}"
+
+
+@pytest.mark.parametrize("answer", ["hook hunter22 is gone", "no hook x/hunter22", '{"hook": "x%2Fhunter22"}'])
+async def test_answer_that_repeats_a_part_of_the_address_does_not_give_it_away(answer):
+    async with serve(lambda request: (500, {}, f"orders: {answer}".encode())) as server:
+        sink = open_sink(f"http://127.0.0.1:{server.port}/orders/hunter22/x%2Fhunter22")
+        error = await error_of(sink)
+    assert error.startswith("HTTP 500: orders: ")
+    assert "hunter22" not in error
+
+
+async def test_secret_is_hidden_before_a_long_answer_is_cut():
+    path = "/" + "hunter22" * 33
+    async with serve(lambda request: (500, {}, path.encode() * 4)) as server:
+        sink = open_sink(f"http://127.0.0.1:{server.port}{path}")
+        error = await error_of(sink)
+    assert error == "HTTP 500: " + "***" * 4
+
+
+def test_address_with_an_at_in_its_path_shows_no_host():
+    assert open_sink("https://hooks.example/T000/hunter22@hunter33/x").name == "https://…"
 
 
 @pytest.fixture

@@ -568,7 +568,7 @@ URL = "postgresql://user:hunter2@host/db"
         (URL, {"table": "t", "tls_ca": "x", "sslrootcert": "x"}, "sslrootcert: is given as tls_ca as well"),
         (URL, {"table": "t", "sslrootcert": "/none.pem"}, "tls_ca: there is no file '/none.pem'"),
         ("postgresql://user:hunter2@host", {"table": "t"}, "expected the name of a database after the server"),
-        ("postgresql://user:hunter2@host:x/db", {"table": "t"}, "expected postgresql://user:password@host:port/"),
+        ("postgresql://user:hunter2@host:x/db", {"table": "t"}, "expected postgresql://host:port with a number"),
         ("sqlite:///:memory:", {"table": "t"}, "expected the path of a SQLite file, e.g. sqlite:///shop.db"),
         ("sqlite://", {"table": "t"}, "expected the path of a SQLite file, e.g. sqlite:///shop.db"),
     ],

@@ -13,7 +13,7 @@ from pillarbox.sinks import list_schemes, open_sink
 from pillarbox.sinks.file import FileSink
 from pillarbox.sinks.null import NullSink
 from pillarbox.sinks.stdout import StdoutSink
-from pillarbox.sinks.url import mask_url
+from pillarbox.urls import mask_url
 
 SCHEMES = (
     "null, stdout, file, kafka, nats, tls, amqp, amqps, redis, rediss, mqtt, mqtts, http, https, postgresql, mysql, "
@@ -96,11 +96,12 @@ def test_option_beside_the_url_is_checked_too():
     [
         ("amqp://user:hunter2@host/vhost", "amqp://user:***@host/vhost"),
         ("amqp://user:hun/te?r@2@host", "amqp://user:***@host"),
-        ("https://hunter2@host/x", "https://***@host/x"),
+        ("https://hunter2@host/x", "https://host/…"),
         ("redis://:hunter2@host", "redis://:***@host"),
-        ("redis:user:hunter2@host", "redis:user:***@host"),
+        ("redis:user:hunter2@host", "redis:***@host"),
         ("kafka://b?sasl_password=hunter2&acks=all", "kafka://b?sasl_password=***&acks=all"),
-        ("https://host/x?a=1&API_KEY=hunter2#f", "https://host/x?a=1&API_KEY=***#f"),
+        ("https://host/x?a=1&API_KEY=hunter2#f", "https://host/…"),
+        ("amqp://host/x?a=1&API_KEY=hun#ter2", "amqp://host/x?a=1&API_KEY=***"),
         ("nats://host:4222/subject", "nats://host:4222/subject"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import subprocess
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -258,6 +257,8 @@ async def test_partition_is_given_up_when_what_is_under_way_is_settled(kit, monk
         await withdraw(self, parts, is_lost)
 
     monkeypatch.setattr(kafka.KafkaSource, "_withdraw", note_and_withdraw)
+    # Whoever waited for that would not be balanced in time.
+    monkeypatch.setattr(kafka, "_GIVE_UP", 100.0)
     for partition in range(3):
         send_to(kit, partition, f"{partition}")
     first = await kit.open_source()
@@ -265,9 +266,7 @@ async def test_partition_is_given_up_when_what_is_under_way_is_settled(kit, monk
     second = await kit.open_source()
     async with asyncio.timeout(20):
         await asked.wait()
-    asked_at = time.monotonic()
     assert await settle(batches) == Settlement(delivered=3)
-    assert time.monotonic() - asked_at < 4
     await kit.until_balanced([first, second])
     for source in (first, second):
         assert (await claim(source)).claims == []

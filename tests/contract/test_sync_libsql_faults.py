@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import time
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -89,10 +88,9 @@ async def test_late_answer_is_an_unknown_outcome(server, make_writer, writer):
     server.faults.append(Fault(is_done=True, until=release))
     hasty = make_writer(server.url, timeout=0.2)
 
-    began = time.monotonic()
     outage = await outage_of(hasty, WRITE)
 
-    assert time.monotonic() - began < 5
+    assert not release.is_set()
     assert str(outage) == (
         f"{server.url}: no answer to COMMIT, outcome unknown: no answer within 200ms; "
         "the batch was written as a whole or not at all"

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pillarbox.errors import QueueError
+from pillarbox.sync import sharing
 from pillarbox.sync.files import QueueFile, open_connection, subscribe
 from pillarbox.sync.queue import SqlQueue
 from tests.contract.sync_queue_kit import assert_whole, links, neighbour, run_python, sql
@@ -100,26 +101,24 @@ def test_thread_that_waits_for_another_raises_in_time(tmp_path: Path) -> None:
     file.close()
 
 
-def test_time_in_which_another_thread_waits_counts(tmp_path: Path) -> None:
-    path = tmp_path / "orders.db"
-    first, second = (QueueFile(path, "orders", lock_timeout=timedelta(seconds=seconds)) for seconds in (2, 3))
+def test_time_in_which_another_thread_waits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = QueueFile(tmp_path / "orders.db", "orders", lock_timeout=timedelta(seconds=60))
+    times, waits = iter([1000.0, 1045.0]), threading.Event()
 
-    def push(file: QueueFile) -> float:
-        started = time.monotonic()
-        with pytest.raises(QueueError, match="is locked"):
-            file.push(SQL, "[]")
-        return time.monotonic() - started
+    def tell_time() -> float:
+        waits.set()
+        return next(times)
 
-    with sql(path) as execute, ThreadPoolExecutor(2) as pool:
-        execute("BEGIN IMMEDIATE")
-        ahead = pool.submit(push, first)
-        while not first._shared._lock.locked():
-            assert not ahead.done()
-        # It were five seconds if what it waited for the first one did not count.
-        assert 2.9 < push(second) < 4.7
-        execute("ROLLBACK")
-    for file in (first, second):
-        file.close()
+    monkeypatch.setattr(sharing, "time", SimpleNamespace(monotonic=tell_time))
+    with ThreadPoolExecutor(1) as pool:
+        with file._shared._lock:
+            behind = pool.submit(file.push, SQL, "[]")
+            assert waits.wait(60)
+        assert behind.result() == 1
+    assert file._shared.db is not None
+    # Of 60 seconds it has waited 45 for the other thread.
+    assert file._shared.db.execute("PRAGMA busy_timeout").fetchall() == [(15_000,)]
+    file.close()
 
 
 def test_connections_that_make_a_file_at_once_wait_for_each_other(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -299,10 +298,8 @@ async def test_few_rows_wait_for_their_time_and_enough_rows_go_at_once(folder: P
         queue.push_many("orders", [(INSERT, [n, 1]) for n in range(4)])
         await until(lambda: source._gate.due is not None)
         assert remote.ids == []
-        started = time.monotonic()
         queue.push("orders", INSERT, [4, 1])
         await until(lambda: remote.ids == [0, 1, 2, 3, 4])
-        assert time.monotonic() - started < 10
     assert remote.ids == [0, 1, 2, 3, 4]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import traceback
 from contextlib import contextmanager
 from typing import Any
@@ -201,12 +200,11 @@ async def test_server_that_does_not_answer_raises(kit):
 async def test_transaction_that_takes_too_long_is_given_up(kit):
     writer = kit.make_writer(timeout="500ms")
     await writer.write_batch([kit.insert(1)])
-    started = time.monotonic()
     with locked(kit, 1):
         running = asyncio.create_task(outage_of(writer, kit.insert(2), kit.update(1, "x")))
         [session] = await kit.until_waiting()
+        # The lock is still held: nothing but its own bound ended it.
         assert "no answer within 500ms; nothing was written" in await running
-    assert time.monotonic() - started < 4
     await kit.until_gone(session)
     assert kit.ids() == [1]
     assert await writer.write_batch([kit.update(1, "y")]) == [DONE]
@@ -274,13 +272,12 @@ async def test_large_batch_makes_few_round_trips(kit):
     async with proxy_before(kit.url) as proxy:
         writer = kit.make_writer(proxy.url)
         await writer.write_batch([("SELECT 1", [])])
-        proxy.delay = 0.02
+        proxy.round_trips = 0
         alike = [kit.insert(number) for number in range(200)]
         different = [each for number in range(200, 300) for each in (kit.insert(number), kit.update(number, "x"))]
-        started = time.monotonic()
         assert await writer.write_batch([*alike, *different]) == [DONE] * 400
-        # One statement after the other would take 16 s.
-        assert time.monotonic() - started < 4
+        # One statement after the other would be more than 400.
+        assert 0 < proxy.round_trips <= 40
         await writer.close()
 
 

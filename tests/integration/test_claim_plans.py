@@ -63,8 +63,8 @@ class Plans:
         return found
 
 
-def explain_everything(store: SqlStore) -> Plans:
-    """Let the server report every plan of a store's new connections."""
+def explain_everything(store: SqlStore, *also: str) -> Plans:
+    """Let the server report every plan of a store's new connections, on which it runs other statements first."""
     plans = Plans()
     settings = {
         "log_min_duration": 0,
@@ -80,6 +80,7 @@ def explain_everything(store: SqlStore) -> Plans:
         statements = [
             "LOAD 'auto_explain'",
             *(f"SET auto_explain.{name} = {value}" for name, value in settings.items()),
+            *also,
         ]
         connection.run_async(lambda driver: driver.execute("; ".join(statements)))
 

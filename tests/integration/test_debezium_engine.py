@@ -23,9 +23,10 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
-from pillarbox import Context, Handlers
+from pillarbox import Context, Event, Handlers, Outbox
 from pillarbox.actions import ActionLog, classify_change
 from pillarbox.notifications.relays import notification_relays
+from pillarbox.sinks.forms import make_form
 from pillarbox.stores.url import open_store
 from tests.private import private_server
 from tests.servers import ROOT, miss
@@ -70,10 +71,10 @@ def _dsn(url: sa.URL) -> str:
 class Reader:
     """The engine's process and what it has written down."""
 
-    def __init__(self, url: sa.URL, table: str, folder: Path) -> None:
+    def __init__(self, url: sa.URL, table: str, folder: Path, *options: str) -> None:
         self._url, self._folder = url, folder
         self._log = (folder / "reader.log").open("ab")
-        command = [sys.executable, "-m", "tests.integration.debezium_reader", _dsn(url), table, str(folder)]
+        command = [sys.executable, "-m", "tests.integration.debezium_reader", _dsn(url), table, str(folder), *options]
         self.process = subprocess.Popen(
             command,
             cwd=folder,  # where the engine writes logs of its own
@@ -113,8 +114,8 @@ class Reader:
 
 
 @contextmanager
-def reading(url: sa.URL, table: str, folder: Path) -> Iterator[Reader]:
-    reader = Reader(url, table, folder)
+def reading(url: sa.URL, table: str, folder: Path, *options: str) -> Iterator[Reader]:
+    reader = Reader(url, table, folder, *options)
     try:
         yield reader
     finally:
@@ -237,3 +238,54 @@ def test_engine_that_was_away_publishes_nothing_twice(shop: Shop, url: sa.URL, t
         shop.act(1)
         reader.until(lambda: len(published(reader.changes)) >= 4, "the fourth event")
         assert published(reader.changes) == Counter(shop.ids())
+
+
+def render(outbox: Outbox, url: sa.URL) -> list[Any]:
+    """The messages that our relay makes of the rows of a table in Debezium's form."""
+
+    async def claim() -> list[Event]:
+        store = outbox.store(url, pooler=False)
+        await store.open()
+        try:
+            batch = await store.claim(10, mode="lease", lease=store.lease)
+            return [each.event for each in batch.claims]
+        finally:
+            await store.close()
+
+    form = make_form("debezium", broker="kafka", sink="s")
+    messages = [(event, form(event)) for event in asyncio.run(claim())]
+    return [
+        {
+            "topic": event.topic,
+            "key": event.key,
+            "value": made.body.decode(),
+            "headers": [*map(list, made.headers.items())],
+        }
+        for event, made in messages
+    ]
+
+
+@pytest.mark.timeout(400)
+def test_messages_in_its_form_are_those_of_its_router(url: sa.URL, tmp_path: Path) -> None:
+    engine = sa.create_engine(url.set(drivername="postgresql+psycopg"))
+    metadata = sa.MetaData()
+    outbox = Outbox(metadata, "debezium")
+    metadata.create_all(engine)
+    ids = [UUID(f"018f3f7a-0000-7000-8000-00000000000{number}") for number in (1, 2)]
+    with engine.begin() as db:
+        outbox.put(
+            db,
+            Event("OrderPlaced", {"a": 1, "b": "ü"}, id=ids[0], key="42", aggregate_type="order"),
+            Event("Paid", [1.50, None], id=ids[1], key="bill 7", aggregate_type="Invoice"),
+        )
+    engine.dispose()
+    with reading(url, "public.outbox", tmp_path, "router") as reader:
+        reader.until(lambda: len(reader.changes) >= 2, "both messages")
+        theirs = reader.changes
+    assert [each["headers"] for each in theirs] == [[["id", str(event_id)]] for event_id in ids]
+    assert [(each["topic"], each["key"]) for each in theirs] == [
+        ("outbox.event.order", "42"),
+        ("outbox.event.Invoice", "bill 7"),
+    ]
+    assert [orjson.loads(each["value"]) for each in theirs] == [{"a": 1, "b": "ü"}, [1.5, None]]
+    assert render(outbox, url) == theirs

@@ -6,9 +6,10 @@ times its size; nothing reads a table from end to end or sorts a backlog.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -16,15 +17,18 @@ from uuid import uuid4
 import pytest
 import sqlalchemy as sa
 
+from pillarbox import Event, Outbox
 from pillarbox.event import DELIVERED, Retry
 from pillarbox.layouts import declare_layout, get_layout
 from pillarbox.schema.ddl import table_ddl
+from pillarbox.stores import Mode
 from pillarbox.stores.postgres import PostgresStore
 from pillarbox.stores.url import open_store
 from tests.integration.test_claim_plans import Plans, explain_everything, nodes, rows_read
 from tests.servers import server_url
 
 BATCH = 500
+MODES: tuple[Mode, ...] = ("hold", "lease")
 BACKLOG = 200_000
 MOST_ROWS = 5 * BATCH
 
@@ -261,3 +265,63 @@ async def test_status_and_prune_go_by_the_tables_own_indexes(sample: Sample) -> 
             assert max(rows_read(plan["Plan"], names) for plan in found) <= MOST_ROWS
         finally:
             await store.close()
+
+
+TIED = {
+    "omnibox": dict.fromkeys(("scheduled_at", "created_at"), "now() - interval '1 hour'"),
+    "openoutbox": dict.fromkeys(("available_at", "created_at"), "now() - interval '1 hour'"),
+}
+
+
+@pytest.mark.parametrize("sample", [OMNIBOX, OPENOUTBOX], ids=lambda sample: sample.layout)
+async def test_a_claim_among_rows_of_one_time_reads_a_few_times_its_size(sample: Sample) -> None:
+    tied = replace(sample, ready=TIED[sample.layout], others={}, delivered=None)
+    with filled(tied, ready=100_000, delivered=0, other=0) as tables:
+        store, plans = await open_explained(tied, tables["outbox"].schema)
+        try:
+            for mode in MODES:
+                batch = await store.claim(BATCH, mode=mode, lease=timedelta(minutes=5))
+                assert len(batch.claims) == BATCH
+                await batch.settle([DELIVERED] * BATCH)
+            most = max(rows_read(plan["Plan"], {tables["outbox"].name}) for plan in plans.take())
+            assert most <= MOST_ROWS
+        finally:
+            await store.close()
+
+
+async def test_rows_due_at_one_time_go_out_in_the_order_of_their_puts() -> None:
+    """Though they lie in the table the other way round, and a batch ends among them."""
+    due = {"scheduled_at": "now() - interval '1 hour'", "created_at": "now() - interval '2 hours' - n * interval '1 s'"}
+    tied = replace(OMNIBOX, ready=due, others={}, delivered=None)
+    with filled(tied, ready=1_000, delivered=0, other=0) as tables:
+        store, _ = await open_explained(tied, tables["outbox"].schema)
+        try:
+            batches = [await store.claim(300, mode="lease", lease=timedelta(minutes=5)) for _ in range(3)]
+            moments = [claim.event.created_at for batch in batches for claim in batch.claims]
+            assert len(moments) == 900
+            assert moments == sorted(moments)
+        finally:
+            await store.close()
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["alone", "beside a scheduled one"])
+@pytest.mark.parametrize("layout", ["omnibox", "openoutbox", "faststream"])
+def test_events_of_one_put_have_times_of_their_own(layout: str, is_mixed: bool) -> None:
+    sample = {"omnibox": OMNIBOX, "openoutbox": OPENOUTBOX, "faststream": replace(FASTSTREAM, layout="faststream")}[
+        layout
+    ]
+    context: dict[str, Any] = {"aggregate_type": "a", "aggregate_id": str(uuid4())} if layout == "omnibox" else {}
+    with filled(replace(sample, others={}, delivered=None), ready=0, delivered=0, other=0) as tables:
+        outbox = Outbox(sa.MetaData(), layout, schema=tables["outbox"].schema)
+        engine = sa.create_engine(server_url("postgres").replace("postgresql:", "postgresql+psycopg:"))
+        with engine.begin() as db:
+            scheduled = [Event("t", {"n": 200}, key="k", delay=timedelta(days=1), **context)] if is_mixed else []
+            outbox.put(db, *(Event("t", {"n": number}, key="k", **context) for number in range(200)), *scheduled)
+            payload, order = outbox.table.c.payload, [outbox.table.c[name] for name in outbox.layout.order_by]
+            listed = sa.cast(payload, sa.LargeBinary) if layout != "omnibox" else payload
+            rows = db.execute(sa.select(listed, order[0]).order_by(*order).limit(200)).all()
+        engine.dispose()
+    numbers = [row[0]["n"] if isinstance(row[0], dict) else json.loads(bytes(row[0]))["n"] for row in rows]
+    assert numbers == list(range(200))
+    # Two may be written in one microsecond, and then their ids tell.
+    assert len({row[1] for row in rows}) > 100

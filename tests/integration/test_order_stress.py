@@ -1,4 +1,8 @@
-"""Order per key under everything at once: four relays that hold and lease, retries, releases, and foreign locks."""
+"""Order per key under everything at once: four relays that hold and lease, failures, foreign locks, and schedules.
+
+An event that is put for later takes its place when it is due: until then the later ones of its key pass it. So order is
+checked separately for the events that were due at once, and for those of a key that come due at the same moment.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,16 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from pillarbox.event import DELIVERED, RELEASED, Claim, Event, Outcome, Retry
+from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Event, Outcome, Retry
 from pillarbox.stores import Counts, Mode
 from pillarbox.stores.sql import SqlStore
-from tests.contract.stores import Database, SqlKit, make_database, until
+from tests.contract.stores import EVERYTHING, Database, SqlKit, make_database, until
 
 KEYS = 100
 LEASE = timedelta(seconds=60)
@@ -30,13 +34,16 @@ class Destination:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.taken: dict[str, list[int]] = defaultdict(list)
-        self.retries = self.releases = 0
+        self.early: list[str] = []
+        self.retries = self.releases = self.deaths = 0
 
     async def deliver(self, claims: Sequence[Claim]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         stopped: set[str] = set()
         for claim in claims:
-            key = str(claim.event.key)
+            key, due_at = str(claim.event.key), claim.event.due_at
+            if due_at is not None and due_at > datetime.now(UTC):
+                self.early.append(claim.event.type)
             outcome = RELEASED if key in stopped else self._answer()
             if outcome is DELIVERED:
                 self.taken[key].append(int(claim.event.type))
@@ -54,6 +61,9 @@ class Destination:
         if draw < 0.05:
             self.releases += 1
             return RELEASED
+        if draw < 0.06:
+            self.deaths += 1
+            return Dead("400")
         return DELIVERED
 
 
@@ -96,6 +106,19 @@ async def relay(store: SqlStore, destination: Destination, seed: int, is_done: a
         assert settlement.lost == 0
 
 
+async def look_after(store: SqlStore, is_done: asyncio.Event) -> None:
+    """Redrive what died, as operators do, and look for faults while everybody is at work."""
+    while not is_done.is_set():
+        assert await store.find_faults() == []
+        await store.redrive(EVERYTHING, actor="ann")
+
+
+def due_soon(chance: random.Random) -> datetime:
+    """One of few moments, so that several events of a key come due together."""
+    quarters = time.time() * 4 // 1 + chance.randint(1, 3)
+    return datetime.fromtimestamp(quarters / 4, UTC)
+
+
 async def is_empty(store: SqlStore) -> bool:
     return await store.counts() == Counts()
 
@@ -109,13 +132,17 @@ async def test_four_relays_keep_the_order_of_every_key(name: str, count: int, tm
     destination = Destination(seed)
     disturber = Disturber(database, seed)
     keys = random.Random(seed)
-    expected: dict[str, list[int]] = defaultdict(list)
+    expected: dict[tuple[str, datetime | None], list[int]] = defaultdict(list)
+
+    def make(number: int) -> Event:
+        due_at = due_soon(keys) if keys.random() < 0.2 else None
+        return Event(str(number), {}, key=f"key-{keys.randrange(KEYS)}", due_at=due_at)
 
     def put(numbers: range) -> None:
-        events = [Event(str(number), {}, key=f"key-{keys.randrange(KEYS)}") for number in numbers]
+        events = [make(number) for number in numbers]
         kit.put(*events)
         for event in events:
-            expected[str(event.key)].append(int(event.type))
+            expected[str(event.key), event.due_at].append(int(event.type))
 
     async def write() -> None:
         for start in range(count // 2, count, 50):
@@ -133,12 +160,19 @@ async def test_four_relays_keep_the_order_of_every_key(name: str, count: int, tm
             for number, store in enumerate(stores):
                 group.create_task(relay(store, destination, seed + number, is_done))
             group.create_task(disturb(is_done))
+            group.create_task(look_after(stores[0], is_done))
             await group.create_task(write())
             await until(lambda: is_empty(stores[0]), seconds=100)
             is_done.set()
-        assert destination.taken == expected
+        for (key, _), numbers in expected.items():
+            mine = set(numbers)
+            assert [number for number in destination.taken[key] if number in mine] == numbers
+        assert sum(map(len, destination.taken.values())) == count
+        assert destination.early == []
+        assert await stores[0].find_faults() == []
         assert destination.retries > count // 50
         assert destination.releases > count // 200
+        assert destination.deaths > count // 400
         await kit.close()
     finally:
         database.drop()

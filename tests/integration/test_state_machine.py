@@ -370,6 +370,7 @@ class Relays(RuleBasedStateMachine):
         assert all(row.deliveries <= 1 for row in self.rows)
         for numbers in self.delivered.values():
             assert numbers == sorted(numbers), "the events of a key were delivered out of order"
+        assert self.runner.run(self.stores[0].find_faults()) == []
 
     def drain(self) -> None:
         """Every committed event can still be delivered, once its relays and operators let it."""

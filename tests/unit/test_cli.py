@@ -15,9 +15,11 @@ from typing import Any
 import orjson
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from pillarbox import Event
-from pillarbox.cli import app, main
+from pillarbox.cli import main
+from pillarbox.cli.commands import app
 from tests.acceptance.commands import Done, Run, Table, made
 
 
@@ -112,6 +114,7 @@ def test_error_text_chooses_dead_events(local: Table) -> None:
         (["events", "show", "not-an-id"], "'not-an-id'"),
         (["relay", "--lease", "30"], "'--lease'"),
         (["relay", "--batch-size", "0"], "'--batch-size'"),
+        (["relay", "--batch-bytes", "lots"], "'--batch-bytes'"),
         (["relay", "--batchsize", "5"], "--batchsize"),
         (["relai"], "'relai'"),
     ],
@@ -191,7 +194,7 @@ def test_every_command_is_there() -> None:
     expected = {
         *("relay", "status", "prune", "audit", "bench", "demo", "schema", "schema sql", "schema create"),
         *("schema check", "schema diff", "partitions", "partitions ensure", "partitions drop", "partitions sql"),
-        *("events", "events list", "events show", "events redrive", "events drop", "events replay"),
+        *("events", "events list", "events show", "events redrive", "events drop", "events replay", "events check"),
         "consume",
         *("handlers", "handlers list", "handlers run", "handlers backfill"),
         *("sync", "sync run", "sync init", "sync status", "sync verify", "sync skip", "sync migrate", "sync renumber"),
@@ -222,3 +225,83 @@ def test_command_starts_without_what_only_servers_need() -> None:
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage:" in done.stdout
+
+
+STEERING = "\x1b[31mred\x1b]0;title\x07\x9b2J\x85\u202egnp\u2066\r\x7f"
+SEEN = "\\x1b[31mred\\x1b]0;title\\x07\\x9b2J\\x85\\u202egnp\\u2066\\r\\x7f"
+
+
+def test_what_others_wrote_cannot_steer_the_terminal(local: Table) -> None:
+    event = Event("order.placed", f"text {STEERING}".encode(), content_type="text/plain", key="k\u202e")
+    local.kill(event, error=f"[red]no[/red]{STEERING}\nstate  delivered")
+    listed = local.run("events", "list").out
+    shown = local.run("events", "show", str(event.id)).out
+    for page in (listed, shown):
+        assert page.replace("\n", "").isprintable()
+        assert "k\\u202e" in page
+        assert "[red]no[/red]\\x1b[31mred" in page
+    assert f"text {SEEN}" in shown
+    assert not re.search(r"^state  delivered", shown, re.MULTILINE)
+    answer = local.run("events", "show", str(event.id), "--json")
+    assert answer.out.replace("\n", "").isprintable()
+    (found,) = answer.json
+    assert (found["key"], found["payload"]) == ("k\u202e", f"text {STEERING}")
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("postgresql://u:a@SECRET@host/db", "'postgresql://u:***@host/db' has a bare '@' in its password"),
+        ("postgresql://u:a@b:SECRET@h", "the url 'postgresql://u:***@h' cannot be read"),
+        ("postgresql://h:bad/db", "its port must be a number up to 65535"),
+        ("postgresql://[::1/db", "an IPv6 address stands in [ ]"),
+        ("postgresql://h1:5432,h2:5432/db", "expected one server, got several"),
+        ("mysql://h1,h2/db", "expected one server, got several"),
+        ("postgresql://u@/db?host=h1&host=h2", "expected one server, got several"),
+        ("sqlite://u:SECRET@h/db", "a SQLite file has no server"),
+    ],
+)
+def test_url_that_drivers_misunderstand_is_refused_without_its_password(call: Run, url: str, expected: str) -> None:
+    for command in (["status"], ["events", "list", "-vv"], ["relay", "--sink", "null:", "--drain"]):
+        done = call(*command, "--store", url)
+        assert done.code == 1
+        assert expected in done.err
+        assert "SECRET" not in done.err
+        assert "defect" not in done.err
+
+
+def test_former_words_for_states_are_taken_with_a_hint(local: Table) -> None:
+    local.put(made(1))
+    done = local.run("events", "list", "--state", "new", "--json")
+    assert [each["state"] for each in done.json] == ["ready"]
+    assert done.err == "hint: --state new is now called ready; the old word goes with the next release\n"
+    counted = local.run("status", "--json").json
+    assert (counted["ready"], counted["new"]) == (1, 1)
+    assert re.search(r"^ready +1  can be claimed now$", local.run("status").out, re.MULTILINE)
+
+
+def test_rows_say_whose_they_are_and_an_unknown_recipient_is_refused(local: Table, tmp_path: Path) -> None:
+    (tmp_path / "pillarbox.toml").write_text(
+        "[sinks.warehouse]\nurl = 'null:'\n[sinks.audit]\nurl = 'null:'\n[[routes]]\nto = ['warehouse', 'audit']\n"
+    )
+    assert local.run("relay", "--drain").code == 0
+    event = made(1)
+    local.put(event)
+    with local.engine.begin() as db:
+        db.exec_driver_sql(f"UPDATE {local.name} SET sink = 'warehouse'")
+    assert [each["recipient"] for each in local.run("events", "list", "--json").json] == ["warehouse"]
+    heading, row = local.run("events", "list").out.splitlines()
+    assert heading.split()[-1] == "recipient"
+    assert row.split()[-1] == "warehouse"
+    assert re.search(r"^recipient +warehouse$", local.run("events", "show", str(event.id)).out, re.MULTILINE)
+    assert local.run("events", "list", "--recipient", "audit").err == "No events match.\n"
+    done = local.run("events", "list", "--recipient", "warehose")
+    assert (done.code, done.out) == (1, "")
+    assert "Recipient 'warehose': there is no sink or handler of this name; known are audit, warehouse" in done.err
+
+
+def test_value_that_is_none_of_the_choices_is_told_without_the_library_that_refused_it() -> None:
+    done = CliRunner().invoke(app, ["relay", "--claim", "foo"])
+    assert done.exit_code == 2
+    assert "'foo' is not one of 'auto', 'hold', 'lease'" in done.stderr
+    assert "Value error" not in done.stderr

@@ -14,6 +14,10 @@ from pillarbox.sinks.null import NullSink
 
 Write = Callable[..., Path]
 
+NO_SIZE = (
+    "expected a size of 1 or more with the unit B, KB, MB, GB, KiB, MiB or GiB, such as '64MB', or a number of bytes"
+)
+
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +54,7 @@ def test_nothing_given_is_all_defaults() -> None:
     assert config.store == StoreConfig(url=None, layout="pillarbox", table=None, schema=None)
     assert config.relay == RelayConfig(
         batch_size=500,
+        batch_bytes=64_000_000,
         in_flight=None,
         claim="auto",
         lease=None,
@@ -81,6 +86,7 @@ def test_every_key_of_the_file_is_read(write: Write) -> None:
         sync = true
         [relay]
         batch_size = 100
+        batch_bytes = "8MiB"
         in_flight = 4
         claim = "lease"
         lease = "1m"
@@ -113,6 +119,7 @@ def test_every_key_of_the_file_is_read(write: Write) -> None:
     assert dict(config.sink.options) == {"sync": True}
     assert config.relay == RelayConfig(
         batch_size=100,
+        batch_bytes=8_388_608,
         in_flight=4,
         claim="lease",
         lease=timedelta(minutes=1),
@@ -163,10 +170,13 @@ def test_command_line_beats_environment_beats_file_beats_default(write: Write) -
         ("PILLARBOX_TOPICS", "orders, mails", "store", "topics", ("orders", "mails")),
         ("PILLARBOX_POOLER", "true", "store", "pooler", True),
         ("PILLARBOX_HOLD_BEHIND_POOLER", "yes", "store", "hold_behind_pooler", True),
+        ("PILLARBOX_STATEMENT_TIMEOUT", "20s", "store", "statement_timeout", timedelta(seconds=20)),
+        ("PILLARBOX_OPERATION_TIMEOUT", "1h", "store", "operation_timeout", timedelta(hours=1)),
         ("PILLARBOX_NOTIFY", "0", "store", "notify", False),
         ("PILLARBOX_LISTEN_URL", "postgresql://direct/", "store", "listen_url", "postgresql://direct/"),
         ("PILLARBOX_SINK", "null:", "sink", "url", "null:"),
         ("PILLARBOX_BATCH_SIZE", "50", "relay", "batch_size", 50),
+        ("PILLARBOX_BATCH_BYTES", "5MB", "relay", "batch_bytes", 5_000_000),
         ("PILLARBOX_IN_FLIGHT", "1", "relay", "in_flight", 1),
         ("PILLARBOX_CLAIM", "hold", "relay", "claim", "hold"),
         ("PILLARBOX_LEASE", "2m", "relay", "lease", timedelta(minutes=2)),
@@ -192,7 +202,7 @@ def test_retry_kind_comes_from_the_environment() -> None:
 
 
 def test_no_variable_is_left_untested() -> None:
-    assert len(VARIABLES) == 27
+    assert len(VARIABLES) == 30
 
 
 def test_source_has_keys_of_its_own_and_options_of_its_broker(write: Write) -> None:
@@ -347,8 +357,8 @@ def test_broken_dotenv_line_is_named_but_not_shown(write: Write, line: str) -> N
 def test_unknown_key_is_refused_with_the_nearest(write: Write) -> None:
     path = write("[relay]\nbatchsize = 5\n")
     assert refuse(path) == (
-        f"{path}, [relay]: unknown key 'batchsize'; expected batch_size, in_flight, claim, lease, poll, "
-        "dead, stop_timeout, retention. Did you mean 'batch_size'?"
+        f"{path}, [relay]: unknown key 'batchsize'; expected batch_size, batch_bytes, in_flight, claim, "
+        "lease, poll, dead, stop_timeout, retention. Did you mean 'batch_size'?"
     )
 
 
@@ -387,6 +397,10 @@ def test_unknown_override_is_refused() -> None:
         ("batch_size = '5'", "batch_size: expected a whole number of 1 or more, got '5'"),
         ("batch_size = 0", "batch_size: expected a whole number of 1 or more, got 0"),
         ("batch_size = true", "batch_size: expected a whole number of 1 or more, got True"),
+        ("batch_bytes = 0", f"batch_bytes: {NO_SIZE}; got 0"),
+        ("batch_bytes = '64 apples'", f"batch_bytes: {NO_SIZE}; got '64 apples'"),
+        ("batch_bytes = '1.5MB'", f"batch_bytes: {NO_SIZE}; got '1.5MB'"),
+        ("batch_bytes = true", f"batch_bytes: {NO_SIZE}; got True"),
         ("batch_size = 1.5", "batch_size: expected a whole number of 1 or more, got 1.5"),
         ("claim = 'holds'", "claim: expected auto, hold or lease, got 'holds'. Did you mean 'hold'?"),
         ("claim = 1", "claim: expected auto, hold or lease, got 1"),

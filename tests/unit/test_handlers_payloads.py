@@ -343,6 +343,31 @@ class Shelf:
     models: list[Lax]
 
 
+class Checked(pydantic.BaseModel):
+    count: int
+    size: int = 1
+
+    @pydantic.field_validator("count")
+    @classmethod
+    def _check_count(cls, value: int) -> int:
+        if value > 7:
+            raise ValueError("at most seven fit")
+        return value
+
+    @pydantic.field_validator("size")
+    @classmethod
+    def _check_size(cls, value: int) -> int:
+        if value == 3:
+            raise AssertionError("three is no size")
+        return value
+
+
+def test_errors_of_a_models_own_validators_are_told_in_their_words() -> None:
+    assert refusal(Checked, b'{"count": 8, "size": 3}') == (
+        "Payload does not fit Checked: count: at most seven fit; size: three is no size"
+    )
+
+
 def test_pydantic_types_follow_their_own_rules() -> None:
     assert load(Lax, b'{"Count":"7"}').count == 7
     assert refusal(Lax, b'{"Count":0}') == "Payload does not fit Lax: Count: Input should be greater than 0"

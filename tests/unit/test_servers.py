@@ -22,6 +22,7 @@ class IdleServer(Server):
     name = "idle"
     scheme = "idle"
     other_ports = ("tls",)
+    leftovers = ("lock",)
 
     def install(self) -> None:
         pass
@@ -75,6 +76,15 @@ def test_port_that_somebody_took_is_replaced(server: IdleServer, monkeypatch: py
         server.start()
     assert server.port not in (taken, kept)
     assert server.port_for("tls") == kept
+
+
+def test_what_a_killed_server_leaves_does_not_keep_the_next_from_starting(server: IdleServer) -> None:
+    server.start()
+    (server.data / "lock").write_text("1\n")
+    (server.data / "kept").write_text("1\n")
+    server.kill()
+    server.start()
+    assert [file.name for file in server.data.iterdir()] == ["kept"]
 
 
 @pytest.mark.parametrize("folder", ["elsewhere", "idle-twin"])

@@ -16,8 +16,10 @@ class Clock:
         return self.now
 
 
-def entry(name: str, key: str | None = None, *, topic: str = "orders", place: int | None = None) -> Entry:
-    return Entry(read_message(Raw(id=name, topic=topic, body=b"", key=key)), token=name, place=place)
+def entry(
+    name: str, key: str | None = None, *, topic: str = "orders", place: int | None = None, body: bytes = b""
+) -> Entry:
+    return Entry(read_message(Raw(id=name, topic=topic, body=body, key=key)), token=name, place=place)
 
 
 def make(*entries: Entry) -> tuple[Pending, Clock]:
@@ -43,6 +45,23 @@ def test_limit_says_that_there_is_more():
     assert ([each.token for each in first], is_full) == (["a", "b"], True)
     second, is_full = pending.claim(2)
     assert ([each.token for each in second], is_full) == (["c"], False)
+
+
+def test_claim_ends_before_it_is_too_heavy():
+    bodies = {"a": b"12", "b": b"34", "c": b"56", "heavy": b"1234567", "d": b"7"}
+    pending, _ = make(*(entry(name, body=body) for name, body in bodies.items()))
+    batches = [pending.claim(10, 5) for _ in range(4)]
+    assert [[each.token for each in taken] for taken, _ in batches] == [["a", "b"], ["c"], ["heavy"], ["d"]]
+    assert [is_full for _, is_full in batches] == [True, True, True, False]
+
+
+def test_heavy_message_is_not_passed_by_a_later_one_of_its_key():
+    first, heavy, last = entry("a", "k", body=b"12"), entry("heavy", "k", body=b"1234567"), entry("b", "k")
+    pending, _ = make(first, heavy, last)
+    for each in (first, heavy, last):
+        assert [taken.token for taken in pending.claim(10, 5)[0]] == [each.token]
+        assert pending.claim(10, 5)[0] == []
+        pending.finish(each)
 
 
 def test_what_waits_behind_its_own_key_is_not_more():

@@ -17,7 +17,7 @@ import sqloutbox
 import typer
 
 import pillarbox.sync
-from pillarbox.cli import app
+from pillarbox.cli.commands import app
 from pillarbox.sync import AppConfig, TableConfig, TargetConfig, load_sync_config
 from tests.acceptance.docs_pages import Block, read_blocks, read_sections
 from tests.servers import ROOT

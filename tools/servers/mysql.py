@@ -15,6 +15,8 @@ SETUP = f"{TEST_USER}ALTER USER 'root'@'localhost' IDENTIFIED BY '{PASSWORD}';\n
 
 class MysqlServer(MariadbServer):
     name = "mysql"
+    # It names the server's pid, which any thread of any program may have after the machine was started again.
+    leftovers = ("server.sock.lock",)
 
     @cached_property
     def tree(self) -> Path:

@@ -34,9 +34,9 @@ def unpack(*packages: str, release: str) -> Path:
 
     Nothing is installed: the folder is a tree with its own C library, shared by all checkouts here.
     """
-    cache = _cache_folder()
+    cache = cache_folder()
     tree = cache / f"{packages[0]}-{release}"
-    with _locked(cache / "lock"):
+    with locked(cache / "lock"):
         if tree.exists():
             return tree
         print(f"Downloading from Debian {release}: {' '.join(packages)}", flush=True)
@@ -53,13 +53,13 @@ def unpack(*packages: str, release: str) -> Path:
 
 def jar_folder(name: str, version: str) -> Path:
     """Return the folder, shared by all checkouts here, where `fetch_jars` puts them."""
-    return _cache_folder() / f"{name}-{version}"
+    return cache_folder() / f"{name}-{version}"
 
 
 def fetch_jars(pom: Path, name: str, version: str) -> None:
     """Have Maven fetch one version of what a pom asks for, unless it is there."""
-    cache = _cache_folder()
-    with _locked(cache / "lock"):
+    cache = cache_folder()
+    with locked(cache / "lock"):
         if jar_folder(name, version).exists():
             return
         if shutil.which("mvn") is None:
@@ -121,7 +121,8 @@ def _targets() -> list[list[str]]:
     return [line.split("|") for line in output.splitlines()]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder, shared by all checkouts here, for programs that are not installed."""
     if os.geteuid() == 0:
         folder = Path("/var/cache/pillarbox-services")
     else:
@@ -130,7 +131,8 @@ def _cache_folder() -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Be alone with a lock file, among the processes of this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -37,6 +37,8 @@ class Server:
     stop_signal = signal.SIGTERM
     other_ports: tuple[str, ...] = ()
     """What the server needs ports for besides its main one."""
+    leftovers: tuple[str, ...] = ()
+    """What a killed server leaves in its data folder and a new one would take for a running one."""
     dies_with_starter = False
     """Whether the server is killed when the thread that started it ends."""
 
@@ -209,6 +211,8 @@ class Server:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._choose_ports()
+        for name in self.leftovers:
+            (self.data / name).unlink(missing_ok=True)
         # After the change of user, which would undo it.
         tie = ["setpriv", "--pdeathsig", "KILL", "--"] if self.dies_with_starter else []
         with self.log.open("a") as log:

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pillarbox.errors import ConfigError, SinkUnavailable
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Outcome, Retry
 from pillarbox.retry import describe_error
+from pillarbox.sinks import Sink
 from pillarbox.sinks.options import read_options
 from pillarbox.sinks.order import release_successors
 from pillarbox.sinks.refused import Refused
@@ -62,7 +63,7 @@ _OPTIONS: Final[dict[str, Read]] = {
 }
 
 
-class SqlSink:
+class SqlSink(Sink):
     """Writes events to a database. Url: `postgresql://…`, `mysql://…`, `mariadb://…` or `sqlite:///path`.
 
     Give one of `table` (a row an event; `columns` maps fields of the event to your own columns), `statements` (SQL by

@@ -18,13 +18,15 @@ from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool, StaticPool
 
 from pillarbox.errors import ConfigError, MissingExtra
+from pillarbox.silence import Lines, cutting, let_go, wait_patiently
 from pillarbox.sinks.threads import finish
 from pillarbox.sinks.tls import TLS_OPTIONS, check_tls_files, make_tls_context
 from pillarbox.sinks.url import SinkUrl
+from pillarbox.urls import parse_database_url
 from pillarbox.values import Read, one_of, read_switch, read_text
 
 T = TypeVar("T")
@@ -80,11 +82,8 @@ def backend_of(scheme: str) -> str:
 
 def open_runner(url: SinkUrl, options: dict[str, Any], *, timeout: timedelta, has_statements: bool) -> Runner:
     """Make the runner for a URL; nothing is connected yet."""
-    try:
-        parsed = sa.make_url(url.text).set(query={})
-    except (sa.exc.ArgumentError, ValueError):
-        # Not the url itself: what cannot be taken apart may have a password anywhere.
-        raise ConfigError(f"Sink {url.name!r}: expected {url.scheme}://user:password@host:port/database") from None
+    expected = f"expected {url.scheme}://user:password@host:port/database"
+    parsed = parse_database_url(url.text, what=f"Sink {url.name!r}", expected=expected).set(query={})
     backend = backend_of(url.scheme)
     if backend == "sqlite":
         if not parsed.database or parsed.database == ":memory:" or parsed.host:
@@ -207,13 +206,17 @@ def _escape_bytes(connection: Any, record: Any, proxy: Any) -> None:
 
 
 class ServerRunner:
-    """A database server; a transaction that takes longer than `timeout` raises `TimeoutError`."""
+    """A database server; a transaction that takes longer than `timeout` raises `TimeoutError`.
+
+    Its connection is given up then, also one that is silent, and with it those in the pool.
+    """
 
     def __init__(self, engine: AsyncEngine, *, timeout: timedelta, owns_engine: bool) -> None:
         self._engine = engine
         self._timeout = timeout.total_seconds()
-        self._owns_engine = owns_engine
         pooled = engine.sync_engine
+        # The connections of an engine that is not ours are cut only while we use them.
+        self._lines = Lines(pooled) if owns_engine else None
         if pooled.driver == "aiomysql" and not sa.event.contains(pooled, "checkout", _escape_bytes):
             # At each checkout, as an engine of the user's may have connections already.
             sa.event.listen(pooled, "checkout", _escape_bytes)
@@ -225,18 +228,28 @@ class ServerRunner:
     async def run(self, work: Work[T]) -> T:
         limit = asyncio.timeout(self._timeout)
         try:
-            async with limit, self._engine.connect() as connection:
-                result = await connection.run_sync(work)
-                await connection.commit()
-                return result
+            async with limit:
+                connection = await self._engine.connect()
+                return await wait_patiently(_transact(connection, work), cutting(connection))
         except TimeoutError:
             if not limit.expired():
                 raise
+            if self._lines is not None:
+                self._lines.cut_idle()
             raise TimeoutError(f"no answer within {self._timeout:g} s") from None
 
     async def close(self) -> None:
-        if self._owns_engine:
-            await self._engine.dispose()
+        if self._lines is not None:
+            await self._lines.dispose(self._engine)
+
+
+async def _transact(connection: AsyncConnection, work: Work[T]) -> T:
+    try:
+        result = await connection.run_sync(work)
+        await connection.commit()
+        return result
+    finally:
+        await let_go(connection)
 
 
 class Stopped(Exception):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pillarbox.errors import ConfigError
 from pillarbox.retry import describe_error
-from pillarbox.sinks.url import MASK, mask_url
+from pillarbox.urls import Secrets, mask_url
 from pillarbox.values import check_known
 
 Statement: TypeAlias = tuple[str, Sequence[Any]]
@@ -137,15 +137,11 @@ def make_user_writer(path: str, connection: Mapping[str, Any]) -> Writer:
         raise ConfigError(f"Writer class {path!r}: does not fit the keys of its connection ({keys}): {error}") from None
     except ValueError:
         pass  # a class without a signature: its constructor decides
+    # Any of its values may be a secret, whatever its name.
+    secrets = Secrets({"secrets": [str(value) for value in connection.values()]}, connection)
     try:
         return made(**connection)
     except Exception as error:
-        raise ConfigError(f"Writer class {path!r}: its constructor failed: {_hide(error, connection)}") from None
-
-
-def _hide(error: Exception, connection: Mapping[str, Any]) -> str:
-    """An error's text without the values of a connection: any of them may be a secret."""
-    text = describe_error(error)
-    for value in sorted((str(value) for value in connection.values() if value), key=len, reverse=True):
-        text = text.replace(value, MASK)
-    return text
+        raise ConfigError(
+            f"Writer class {path!r}: its constructor failed: {secrets.hide(describe_error(error))}"
+        ) from None

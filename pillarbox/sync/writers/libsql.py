@@ -21,7 +21,6 @@ from pillarbox.errors import ConfigError, MissingExtra, SinkUnavailable
 from pillarbox.retry import describe_error
 from pillarbox.sinks.sql.failures import Kind
 from pillarbox.sinks.tls import make_tls_context
-from pillarbox.sinks.url import MASK
 from pillarbox.sync.writers import Statement, hrana
 from pillarbox.sync.writers.hrana import BrokenAnswer, Failure
 from pillarbox.sync.writers.shared import (
@@ -33,6 +32,7 @@ from pillarbox.sync.writers.shared import (
     read_address,
     read_timeout,
 )
+from pillarbox.urls import Secrets
 from pillarbox.values import Given, Read, read_number, read_text
 
 try:
@@ -91,13 +91,14 @@ class LibsqlWriter:
     ) -> None:
         own = {"auth_token": auth_token, "timeout": timeout, "connections": connections, "tls_ca": tls_ca}
         address = read_address(url, own, _READERS, driver=("authToken", "tls"))
-        origin = _read_origin(address)
+        self._url = _read_url(address)
         self.name = address.name
         self.concurrency: int = address.options.get("connections", CONNECTIONS)
         self._token = _choose_token(address)
+        # A server may repeat what it was sent.
+        self._secrets = Secrets({"token": self._token})
         self._timeout: timedelta = address.options.get("timeout", TIMEOUT)
         self._slots = asyncio.Semaphore(self.concurrency)
-        self._url = origin.copy_with(path=f"{origin.path.rstrip('/')}/v2/pipeline")
         self._headers = [
             (b"content-type", b"application/json"),
             (b"user-agent", f"pillarbox/{version('pillarbox')}".encode()),
@@ -107,7 +108,7 @@ class LibsqlWriter:
         authority = {name: value for name, value in address.options.items() if name == "tls_ca"}
         tls = make_tls_context(authority, sink=self.name) if authority else ssl.create_default_context()
         self._transport = DirectTransport(
-            origin, tls=tls, connect_timeout=min(CONNECT_TIMEOUT, self._timeout / 3).total_seconds()
+            self._url, tls=tls, connect_timeout=min(CONNECT_TIMEOUT, self._timeout / 3).total_seconds()
         )
 
     async def open(self) -> None:
@@ -138,7 +139,7 @@ class LibsqlWriter:
             return tried.results
         if tried.failure.kind is Kind.DOWN or not tried.has_culprit:
             raise self._unavailable(f"takes nothing now: {tried.failure}; nothing was written")
-        return [*tried.results, _fail(self._hide(str(tried.failure)), tried.failure.kind)]
+        return [*tried.results, _fail(self._secrets.hide(str(tried.failure)), tried.failure.kind)]
 
     # -- statements ------------------------------------------------------------------------------------------------
 
@@ -251,16 +252,12 @@ class LibsqlWriter:
         return _Uncertain(said, after=read_retry_after(answer.find(b"retry-after")))
 
     def _unavailable(self, why: str, *, after: timedelta | None = None) -> SinkUnavailable:
-        return SinkUnavailable(f"{self.name}: {self._hide(why)}", after=after)
+        return SinkUnavailable(f"{self.name}: {self._secrets.hide(why)}", after=after)
 
     def _show(self, text: str) -> str:
         # Hidden before it is cut: half a token must not be shown either.
-        shown = "".join(each if each.isprintable() else " " for each in self._hide(text)).strip()
+        shown = "".join(each if each.isprintable() else " " for each in self._secrets.hide(text)).strip()
         return f": {shown[:_SHOWN]}" if shown else ""
-
-    def _hide(self, text: str) -> str:
-        # A server may repeat what it was sent.
-        return text.replace(self._token, MASK) if self._token else text
 
 
 class _Uncertain(Exception):
@@ -297,7 +294,7 @@ def _fail(error: str, kind: Kind) -> dict[str, Any]:
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
-def _read_origin(address: Address) -> httpx.URL:
+def _read_url(address: Address) -> httpx.URL:
     parts, tls = urlsplit(address.url), address.query.get("tls")
     expected = "expected a url such as libsql://host, https://host or http://host:port"
     if parts.scheme not in ("libsql", "http", "https") or not parts.hostname:
@@ -312,8 +309,8 @@ def _read_origin(address: Address) -> httpx.URL:
     elif tls not in (None, "1" if scheme == "https" else "0"):
         raise ConfigError(f"Writer {address.name!r} tls: {tls} contradicts the url's scheme; leave it out")
     try:
-        return httpx.URL(f"{scheme}://{parts.netloc}{parts.path}")
-    except httpx.InvalidURL as error:
+        return httpx.URL(f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/v2/pipeline")
+    except (httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"Writer {address.name!r}: {expected}: {error}") from None
 
 

@@ -16,9 +16,8 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
-import sqlalchemy as sa
-
 from pillarbox.errors import ConfigError, MissingExtra
+from pillarbox.silence import cut, keep_alive
 from pillarbox.sinks.sql.failures import Kind, describe, judge_code
 from pillarbox.sinks.tls import TLS_OPTIONS, make_tls_context
 from pillarbox.sync.binds import read_tokens, to_percent
@@ -39,6 +38,7 @@ from pillarbox.sync.writers.shared import (
     read_address,
     read_timeout,
 )
+from pillarbox.urls import parse_database_url
 from pillarbox.values import Read, read_number, read_switch, read_text
 
 try:
@@ -121,6 +121,7 @@ class MysqlWriter:
             connection = await aiomysql.connect(**self._settings)
         except (pymysql.Error, OSError) as error:
             raise Lost(describe(error)) from error
+        keep_alive(connection)
         session = _MysqlSession(connection)
         try:
             if self._settings["ssl"] and connection.get_transport_info() is None:
@@ -133,10 +134,8 @@ class MysqlWriter:
 
 
 def _read_settings(url: str, options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    try:
-        parsed = sa.make_url(url)
-    except (sa.exc.ArgumentError, ValueError):
-        raise ConfigError(f"Writer {name!r}: expected mysql://user:password@host:port/database") from None
+    expected = "expected mysql://user:password@host:port/database"
+    parsed = parse_database_url(url, what=f"Writer {name!r}", expected=expected)
     if not parsed.database:
         raise ConfigError(f"Writer {name!r}: expected the name of a database after the server")
     tls = {option: options[option] for option in TLS_OPTIONS if option in options}
@@ -293,6 +292,12 @@ class _MysqlSession:
             await self._connection.rollback()
         except pymysql.Error as error:
             raise Lost(describe(error)) from error
+
+    async def interrupt(self) -> None:
+        self.cut()
+
+    def cut(self) -> None:
+        cut(self._connection)
 
     async def close(self) -> None:
         self._connection.close()

@@ -8,6 +8,7 @@ have the types that they have when they are written into the statement: `integer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from itertools import groupby
@@ -15,6 +16,7 @@ from typing import Any, Final, Literal
 from urllib.parse import quote, urlencode
 
 from pillarbox.errors import ConfigError, MissingExtra
+from pillarbox.silence import cut, keep_alive
 from pillarbox.sinks.sql.failures import Kind, describe, judge_code
 from pillarbox.sync.binds import to_percent
 from pillarbox.sync.writers import Statement
@@ -47,6 +49,7 @@ _READERS: Final[dict[str, Read]] = {"connections": read_number, "timeout": read_
 _BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
 _PREPARE_AFTER: Final = 5
 _INTEGER: Final = Int4Dumper(Int4)
+_INTERRUPT_TIMEOUT: Final = 0.5
 _LOST: Final = ("08", "57P0")
 
 
@@ -96,6 +99,7 @@ class PostgresWriter:
             raise Lost(describe(error)) from error
         for type_, dumper in ((int, _IntDumper), (float, _FloatDumper)):
             connection.adapters.register_dumper(type_, dumper)
+        keep_alive(connection)
         return _PostgresSession(connection)
 
 
@@ -107,6 +111,8 @@ def _read_settings(url: str, query: Mapping[str, str], name: str, timeout: timed
     except psycopg.Error:
         # Not the driver's message: it may quote the password.
         raise ConfigError(f"Writer {name!r}: the url cannot be read; escape special characters with %") from None
+    if "@" in f"{settings.get('host')}{settings.get('dbname')}":
+        raise ConfigError(f"Writer {name!r}: the url has a bare '@' in its password or name; write it as %40")
     settings.setdefault("application_name", "pillarbox")
     settings.setdefault("connect_timeout", max(2, int(timeout.total_seconds())))
     return settings
@@ -181,6 +187,14 @@ class _PostgresSession:
             await self._connection.execute("ROLLBACK")
         except psycopg.Error as error:
             raise Lost(describe(error)) from error
+
+    async def interrupt(self) -> None:
+        # Not by cancelling a task: a pipeline that is left in the middle complains when it is collected.
+        with suppress(psycopg.Error, OSError):
+            await self._connection.cancel_safe(timeout=_INTERRUPT_TIMEOUT)
+
+    def cut(self) -> None:
+        cut(self._connection)
 
     async def close(self) -> None:
         await self._connection.close()

@@ -21,11 +21,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pillarbox.durations import format_duration, parse_duration
 from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.silence import wait_patiently
 from pillarbox.sinks.sql.failures import Kind
-from pillarbox.sinks.url import mask_url
 from pillarbox.sync.binds import Dialect, count_binds, read_tokens
 from pillarbox.sync.refusals import refuse_unsafe
 from pillarbox.sync.writers import Statement
+from pillarbox.urls import mask_url
 from pillarbox.values import Given, Read, as_number, check_known
 
 Result: TypeAlias = Mapping[str, Any]
@@ -181,6 +182,12 @@ class Session(Protocol):
 
     async def rollback(self) -> None: ...
 
+    async def interrupt(self) -> None:
+        """Let what is waited for end soon, if the other side is there to end it."""
+
+    def cut(self) -> None:
+        """End what is waited for, without a word to the other side: that may be silent."""
+
     async def close(self) -> None: ...
 
 
@@ -257,20 +264,27 @@ class Transactions:
         is_committing = False
         failed: Failed | None = None
         results: list[Result] = []
+
+        async def transact() -> None:
+            nonlocal is_committing, failed, results
+            try:
+                results = await session.run(statements, is_reading=is_reading)
+                if not is_reading:
+                    is_committing = True
+                    await session.commit(len(statements))
+            except Failed as error:
+                if error.kind is Kind.DOWN:
+                    self._refuse(f"takes nothing now: {error}; nothing was written", error)
+                failed = error
+                await session.rollback()
+
         try:
             async with asyncio.timeout(self._timeout.total_seconds()):
-                try:
-                    results = await session.run(statements, is_reading=is_reading)
-                    if not is_reading:
-                        is_committing = True
-                        await session.commit(len(statements))
-                except Failed as error:
-                    if error.kind is Kind.DOWN:
-                        self._refuse(f"takes nothing now: {error}; nothing was written", error)
-                    failed = error
-                    await session.rollback()
+                await wait_patiently(transact(), session.cut, session.interrupt)
         except BaseException as error:
             await session.close()
+            if isinstance(error, TimeoutError):
+                await self._drop_idle()  # what happened to one connection has happened to its neighbours
             if isinstance(error, TimeoutError | Lost) and is_committing and failed is None:
                 why = str(error) or f"none within {format_duration(self._timeout)}"
                 self._refuse(f"no answer to COMMIT: {why}; the batch was written as a whole or not at all", error)

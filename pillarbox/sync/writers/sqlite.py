@@ -133,9 +133,12 @@ class _SqliteSession:
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await finish(asyncio.get_running_loop().run_in_executor(self._thread, work), self._interrupt)
+        return await finish(asyncio.get_running_loop().run_in_executor(self._thread, work), self.cut)
 
-    def _interrupt(self) -> None:
+    async def interrupt(self) -> None:
+        self.cut()
+
+    def cut(self) -> None:
         self._stop.set()
         if self._connection is not None:
             self._connection.interrupt()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pillarbox.sync.hiding import Hiding
+from pillarbox.urls import Secrets
 
 CONNECTION = {
     "url": "postgresql://ann:pa%40ss@db/x?sslmode=require&auth_token=t0k3n",
@@ -25,12 +25,12 @@ CONNECTION = {
         ("Bearer ey.secret refused by eu-west", "Bearer *** refused by eu-west"),
         ("deep-one, first-key and second-key", "***, *** and ***"),
         ("row 1 failed", "row 1 failed"),
-        ("cannot open http://[oops", "cannot open ***"),
+        ("cannot open http://[oops", "cannot open http://[oops"),
     ],
 )
 def test_secrets_are_hidden_and_nothing_else(text: str, expected: str) -> None:
-    assert Hiding(CONNECTION).hide(text) == expected
+    assert Secrets(CONNECTION).hide(text) == expected
 
 
 def test_connection_without_secrets_hides_nothing() -> None:
-    assert Hiding({}).hide("as it is") == "as it is"
+    assert Secrets({}).hide("as it is") == "as it is"
