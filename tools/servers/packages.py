@@ -8,9 +8,8 @@ import fcntl
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from .errors import ServerError
@@ -19,12 +18,10 @@ INSTALL = Path(__file__).parent.parent / "install-packages"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 SUDO = [] if os.geteuid() == 0 else ["sudo"]
 
-_apt = threading.Lock()
-
 
 def install(*packages: str) -> None:
     """Install packages on this machine, as root or through sudo."""
-    with _apt:
+    with apt():
         print(f"Installing Debian packages: {' '.join(packages)}", flush=True)
         _run([*SUDO, str(INSTALL), *packages], f"apt-get could not install {' '.join(packages)}")
 
@@ -89,10 +86,11 @@ def _download(packages: tuple[str, ...], *, release: str, work: Path) -> list[Pa
         "Acquire::Languages": "none",
         "APT::Sandbox::User": "root",
     }
-    apt = ["apt-get", "-qq", *(f"-o{key}={value}" for key, value in options.items())]
-    _run([*apt, "update"], f"The package lists of Debian {release} could not be read")
+    command = ["apt-get", "-qq", *(f"-o{key}={value}" for key, value in options.items())]
+    with apt():
+        _run([*command, "update"], f"The package lists of Debian {release} could not be read")
     _run(
-        [*apt, "install", "-y", "--download-only", "--no-install-recommends", *packages],
+        [*command, "install", "-y", "--download-only", "--no-install-recommends", *packages],
         f"{' '.join(packages)} could not be downloaded from Debian {release}",
     )
     return sorted((work / "cache/archives").glob("*.deb"))
@@ -100,7 +98,7 @@ def _download(packages: tuple[str, ...], *, release: str, work: Path) -> list[Pa
 
 def _mirror() -> str:
     """Return the address of the Debian mirror that apt uses on this machine."""
-    with _apt:
+    with apt():
         if not _targets():
             _run([*SUDO, "apt-get", "-qq", "update"], "apt-get update failed")
     for origin, release, address in _targets():
@@ -128,6 +126,11 @@ def cache_folder() -> Path:
     else:
         folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pillarbox-services"
     return folder
+
+
+def apt() -> AbstractContextManager[None]:
+    """Be alone with apt: where an update empties its cache, as in containers, others lose what they were installing."""
+    return locked(cache_folder() / "apt")
 
 
 @contextmanager
