@@ -200,7 +200,8 @@ class NatsSource(BrokerSource):
                 *(self.name, found.most, self._prefetch),
             )
         self._progress.join(found)
-        still_ours = self._left if now < self._safe_until else []
+        # What an earlier consumer gave out is not given back to a new one, which would send it twice.
+        still_ours = self._left if now < self._safe_until and not found.is_new else []
         self._left = []
         self.keeps_order = self._prefetch == found.most == 1
         self._ack_wait = found.ack_wait

@@ -42,11 +42,13 @@ class Consumer:
 class Found:
     """What is there.
 
-    The server waits `ack_wait` seconds for an acknowledgement, and for at most so many at a time. Of the messages up to
-    number `delivered` some are unacknowledged by those who got them, none up to number `done`.
+    A consumer that `is_new` knows nothing of what another of its name gave out before. The server waits `ack_wait`
+    seconds for an acknowledgement, and for at most so many at a time. Of the messages up to number `delivered` some are
+    unacknowledged by those who got them, none up to number `done`.
     """
 
     stream_id: str
+    is_new: bool
     ack_wait: float
     most: int
     unacknowledged: int
@@ -113,7 +115,7 @@ async def ensure_consumer(
                 f"expected one subject, got {', '.join(wanted.subjects)}"
             )
 
-    async def find(jetstream: JetStreamContext) -> tuple[str, ConsumerInfo]:
+    async def find(jetstream: JetStreamContext) -> tuple[str, ConsumerInfo, bool]:
         try:
             stream = await jetstream.stream_info(wanted.stream)
         except NotFoundError as error:
@@ -124,21 +126,22 @@ async def ensure_consumer(
         # A stream that is deleted and made again counts from 1 again: its name alone would not tell them apart.
         stream_id = wanted.stream if created is None else f"{wanted.stream}:{int(created.timestamp() * 1000):x}"
         try:
-            return stream_id, await jetstream.consumer_info(wanted.stream, wanted.durable)
+            return stream_id, await jetstream.consumer_info(wanted.stream, wanted.durable), False
         except NotFoundError:
             start = progress.find_start(stream_id)
             info = await jetstream.add_consumer(wanted.stream, _settings(wanted, start))
             if start is not None:
                 log.warning("%s was gone and is made again, to begin with message %d.", where, start)
-            return stream_id, info
+            return stream_id, info, True
 
-    stream_id, info = await connection.ask(find, timeout=timeout)
+    stream_id, info, is_new = await connection.ask(find, timeout=timeout)
     _check(info.config, wanted, where)
     delivered = info.delivered.stream_seq if info.delivered is not None else 0
     unacknowledged = info.num_ack_pending or 0
     done = info.ack_floor.stream_seq if unacknowledged and info.ack_floor is not None else delivered
     return Found(
         stream_id,
+        is_new=is_new,
         ack_wait=info.config.ack_wait or wanted.lease.total_seconds(),
         most=_most(info.config),
         unacknowledged=unacknowledged,

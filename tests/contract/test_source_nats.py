@@ -283,7 +283,7 @@ async def test_deleted_consumer_is_made_again(kit):
 
 
 @shared_server
-async def test_deleted_consumer_of_new_messages_skips_nothing(kit, caplog):
+async def test_deleted_consumer_of_new_messages_skips_nothing(kit, caplog, monkeypatch):
     kit.send_named("before")
     source = await kit.open_source(start="new")
     kit.send_named("a", "b", "c", key="k")
@@ -293,10 +293,21 @@ async def test_deleted_consumer_of_new_messages_skips_nothing(kit, caplog):
     ask(kit.url, f"CONSUMER.DELETE.{kit.place}.{GROUP}")
     kit.send_named("d", key="k")
     await until(lambda: source._receiver.done())
+    tell = source._tell
+
+    async def tell_late(connection, tokens, what):
+        if what == b"-NAK" and source._pull is not None:
+            # The new consumer minds only what it has given out itself by then.
+            await until(lambda: source._pull._messages)
+        await tell(connection, tokens, what)
+
+    monkeypatch.setattr(source, "_tell", tell_late)
     assert await take_names(source, 3) == ["b", "c", "d"]
     assert await under_way.settle([DELIVERED]) == Settlement(lost=1)
     assert "was gone and is made again, to begin with message 3" in caplog.text
     assert await is_silent(source)
+    # What the old consumer gave out is not given back to the new one, which would send it a second time.
+    assert ask(kit.url, f"CONSUMER.INFO.{kit.place}.{GROUP}")["delivered"]["consumer_seq"] == 3
 
 
 @shared_server
