@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pillarbox.errors import SinkUnavailable
+from pillarbox.sync.writers.sqlite import _SqliteSession
 from tests.contract.stores import closed_port, until
 from tests.contract.sync_proxy import proxy_before
 from tests.contract.sync_writers import WriterKit, writer, writer_kit, writers_that
@@ -19,6 +20,7 @@ from tests.servers import server_url
 __all__ = ["writer", "writer_kit"]
 
 DONE = {"ok": True, "rows_affected": 1}
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
 
 
 @contextmanager
@@ -242,13 +244,27 @@ async def test_cancelled_batch_does_not_wait_for_the_file(kit, writer):
 
 @writers_that(only=["sqlite"])
 async def test_cancelled_sqlite_statement_is_interrupted(kit, writer):
-    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
-    running = asyncio.create_task(writer.write_batch([kit.insert(1), (endless, [])]))
+    running = asyncio.create_task(writer.write_batch([kit.insert(1), (ENDLESS, [])]))
     await asyncio.wait([running], timeout=0.2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert kit.ids() == []
+    assert await writer.write_batch([kit.insert(1)]) == [DONE]
+
+
+@writers_that(only=["sqlite"])
+async def test_sqlite_statement_that_begins_after_its_batch_was_given_up_ends(kit, writer, monkeypatch):
+    begin = _SqliteSession._patiently
+
+    def begin_and_give_up(session, statement):
+        begin(session, statement)
+        session.cut()
+
+    monkeypatch.setattr(_SqliteSession, "_patiently", begin_and_give_up)
+    with pytest.raises(SinkUnavailable, match="interrupted"):
+        await writer.write_batch([kit.insert(1), (ENDLESS, [])])
+    monkeypatch.undo()
     assert await writer.write_batch([kit.insert(1)]) == [DONE]
 
 

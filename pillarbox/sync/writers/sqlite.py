@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeVar
@@ -40,6 +41,8 @@ from pillarbox.values import Read, read_switch
 T = TypeVar("T")
 
 GLANCE: Final = 0.05
+STEPS: Final = 10_000
+"""After how many of SQLite's instructions a statement looks whether it was given up."""
 _READERS: Final[dict[str, Read]] = {"timeout": read_timeout, "foreign_keys": read_switch, "create": read_switch}
 # The lock may be waited for as long as a transaction may take, so that it is this wait that ends first.
 _ROOM: Final = timedelta(seconds=5)
@@ -129,7 +132,7 @@ class _SqliteSession:
     async def close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, connection.close)
+            await asyncio.get_running_loop().run_in_executor(self._thread, _close_here, connection)
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -152,6 +155,8 @@ class _SqliteSession:
             self._connection = sqlite3.connect(
                 self._path, timeout=GLANCE, isolation_level=None, check_same_thread=False
             )
+            # An interrupt ends only what is running: a statement that begins just after it would run on.
+            self._connection.set_progress_handler(self._stop.is_set, STEPS)
             self._connection.execute(f"PRAGMA foreign_keys = {'ON' if keys else 'OFF'}")
             self._file = _identify(self._path)
         except sqlite3.Error as error:
@@ -214,6 +219,14 @@ class _SqliteSession:
         if name == "SQLITE_INTERRUPT":
             return Lost(_describe(error))
         return Failed(index, judge_code(name), _describe(error))
+
+
+def _close_here(connection: sqlite3.Connection) -> None:
+    connection.set_progress_handler(None, 0)
+    # By hand: a cursor that somebody's traceback keeps would keep the transaction open, and with it the file locked.
+    with suppress(sqlite3.Error):
+        connection.rollback()
+    connection.close()
 
 
 def _identify(path: str) -> tuple[int, int] | None:
