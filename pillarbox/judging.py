@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from pillarbox.errors import PillarboxError
+from pillarbox.errortext import without_calls
 from pillarbox.event import Claim, Dead, Delivered, Outcome, Released, Retry, check_after
 from pillarbox.retry import Exponential, Failure, RetryPolicy
 
@@ -80,7 +81,7 @@ class Failures:
             self._counts.clear()
         self._counts[kind] += 1
         count = self._counts[kind]
-        error = without_name(outcome.error, sink)
+        error = without_name(without_calls(outcome.error), sink)
         if count == 1:
             what = "failed and is tried again" if isinstance(outcome, Retry) else "failed"
             trace = None if outcome.cause is None else (type(outcome.cause), outcome.cause, outcome.cause.__traceback__)

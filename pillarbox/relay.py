@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 from pillarbox.ahead import Ahead, give_back, start_claim
 from pillarbox.breaker import Breaker
 from pillarbox.errors import ConfigError, PillarboxError, SinkUnavailable, StoreRefused, StoreUnavailable, Unsupported
+from pillarbox.errortext import describe_failure, without_calls
 from pillarbox.event import DELIVERED, RELEASED, Claim, Dead, Delivered, Outcome, Retry
 from pillarbox.hooks import Hook
 from pillarbox.judging import Failures, check_outcomes, decide, read_pause, without_name
@@ -36,6 +37,7 @@ from pillarbox.sinks import Effect, Sink, SinkLike, adopt
 from pillarbox.sinks.order import release_successors
 from pillarbox.sources import Source
 from pillarbox.stores import Batch, Counts, Mode, Settlement
+from pillarbox.wording import say_count
 
 log = logging.getLogger("pillarbox.relay")
 
@@ -44,6 +46,8 @@ T = TypeVar("T")
 HOLD_TIMEOUT = timedelta(seconds=5)
 FIRST_POLL = timedelta(milliseconds=20)
 SETTLE_TRIES_FIRST = 0.05
+SETTLE_AT_LEAST = 10.0
+"""Seconds for which a settlement is tried, however short the lease: nobody else may have the claims yet."""
 HOUSEKEEPING = timedelta(minutes=1)
 BATCH_BYTES = 64_000_000
 GRACE = 5.0
@@ -438,16 +442,28 @@ class Relay(Opening):
         while True:
             await asyncio.sleep(pause)
             try:
-                lost = await batch.renew(self._lease)
-            except (StoreUnavailable, StoreRefused) as error:
-                log.warning("Could not renew %d claims: %s", len(batch.claims), error)
+                lost = await self._renew_once(batch)
+            except PillarboxError as error:
+                log.warning("Could not renew %s: %s", say_count(len(batch.claims), "claim"), error)
                 # Soon again: what took long has used up much of the lease.
                 pause = min(regular, 1.0)
                 continue
             pause = regular
             if lost:
                 self._hook.lost(lost)
-                log.warning("Lost %d of %d claims: their lease lapsed unrenewed.", len(lost), len(batch.claims))
+                claims = say_count(len(batch.claims), "claim")
+                log.warning("Lost %d of %s: the lease lapsed unrenewed.", len(lost), claims)
+
+    async def _renew_once(self, batch: Batch) -> Sequence[Claim]:
+        """Renew; the end of the delivery waits for it, because a fence that moved half-way would lose the claims."""
+        renewal = asyncio.ensure_future(batch.renew(self._lease))
+        try:
+            return await asyncio.shield(renewal)
+        except asyncio.CancelledError:
+            renewal.add_done_callback(_ignore_result)
+            await asyncio.wait([renewal], timeout=1.0 if self._stopping.is_set() else None)
+            renewal.cancel()
+            raise
 
     async def _send(self, batch: Batch) -> Sequence[Outcome]:
         """One outcome a claim; a destination that is down releases what it did not take."""
@@ -500,7 +516,7 @@ class Relay(Opening):
             raise
         except Exception as error:
             if len(claims) == 1:
-                return [Retry(describe_error(error), cause=error)]
+                return [Retry(describe_failure(error), cause=error)]
             log.exception("Sink %s failed on a batch of %d; sending one by one.", self.sink.name, len(claims))
         return await self._send_one_by_one(batch, claims)
 
@@ -536,18 +552,19 @@ class Relay(Opening):
     async def _settle(self, batch: Batch, outcomes: Sequence[Outcome]) -> Settlement:
         """Settle; a lease is worth several tries, because what was delivered would else be delivered again."""
         effect: Effect | None = self.sink.effect(batch.claims, outcomes)
-        deadline = time.monotonic() + self._lease.total_seconds()
+        events = say_count(len(outcomes), "event")
+        deadline = time.monotonic() + max(SETTLE_AT_LEAST, self._lease.total_seconds())
         pause = SETTLE_TRIES_FIRST
         while True:
             try:
                 settlement = await batch.settle(outcomes, park=self._parks, effect=effect)
             except StoreUnavailable as error:
                 if batch.mode == "hold" or time.monotonic() + pause > deadline or self._stopping.is_set():
-                    log.warning("Could not settle %d events, they will be sent again: %s", len(outcomes), error)
+                    log.warning("Could not settle %s, to be sent again: %s", events, error)
                     await batch.abandon()
                     return Settlement(lost=len(outcomes))
                 if pause == SETTLE_TRIES_FIRST:
-                    log.warning("Could not settle %d events yet, trying again: %s", len(outcomes), error)
+                    log.warning("Could not settle %s yet, trying again: %s", events, error)
                 await asyncio.sleep(pause)
                 pause = min(2.0, pause * 2)
                 continue
@@ -557,7 +574,8 @@ class Relay(Opening):
                 # Rows that cannot leave their table: only a lease counts their attempts.
                 self._no_hold_before = time.monotonic() + HOUSEKEEPING.total_seconds()
             elif settlement.lost:
-                log.warning("%d claims had lapsed before they were settled; others have them.", settlement.lost)
+                lost = say_count(settlement.lost, "claim")
+                log.warning("%s had lapsed before the settlement; others have them.", lost)
             # A queue's rows have numbers; it names them by itself.
             if settlement.dead and not getattr(self.store, "tells_dead", False):
                 self._tell_dead(batch.claims, outcomes)
@@ -565,7 +583,7 @@ class Relay(Opening):
 
     async def _settle_refused(self, batch: Batch, outcomes: Sequence[Outcome], error: StoreRefused) -> Settlement:
         """A batch that only settles as a whole was refused: take it in smaller parts, until the culprit is alone."""
-        log.error("Could not settle %d events: %s", len(outcomes), error)
+        log.error("Could not settle %s: %s", say_count(len(outcomes), "event"), error)
         self._size = max(1, len(outcomes) // 2)
         self._no_hold_before = time.monotonic() + HOUSEKEEPING.total_seconds()
         if len(outcomes) == 1 and batch.mode == "lease":
@@ -587,7 +605,7 @@ class Relay(Opening):
         dead = [(claim, outcome) for claim, outcome in zip(claims, outcomes, strict=True) if isinstance(outcome, Dead)]
         claim, outcome = dead[0]
         more = f" (and {len(dead) - 1} more of this batch)" if len(dead) > 1 else ""
-        error = without_name(outcome.error, self.sink.name)
+        error = without_name(without_calls(outcome.error), self.sink.name)
         log.warning("Sink %s: event %s is dead%s: %s", self.sink.name, claim.event.id, more, error)
 
     # -- a store that is down, and what is done now and then --------------------------------------------------------

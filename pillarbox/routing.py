@@ -33,6 +33,7 @@ from pillarbox.stores import Effect
 from pillarbox.stores.dialect import is_mysql
 from pillarbox.stores.sql import SqlStore
 from pillarbox.wakeup import channel_name
+from pillarbox.wording import say_count
 
 log = logging.getLogger("pillarbox.relay")
 
@@ -201,7 +202,7 @@ class FanOut(Sink):
             dropped = sum(not self._routes.match(claim.event) for claim in done)
             self.dropped += dropped
             if dropped:
-                log.info("Dropped %d events that no route matches.", dropped)
+                log.info("Dropped %s that no route matches.", say_count(dropped, "event"))
 
     def _write(self, db: sa.Connection, sink: str, claims: Sequence[Claim]) -> None:
         dialect = db.dialect.name

@@ -6,7 +6,7 @@ import asyncio
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
@@ -31,7 +31,7 @@ class FreezingProxy:
         self._loop = asyncio.new_event_loop()
         self._passages: list[_Passage] = []
         self._freezes_new = False
-        self._freeze_when: Callable[[bytes], bool] | None = None
+        self._freeze_when: tuple[re.Pattern[bytes], bool] | None = None
         self.has_frozen = threading.Event()
         """Set when `freeze_at` has struck."""
         self.has_swallowed = threading.Event()
@@ -51,11 +51,11 @@ class FreezingProxy:
             passage.is_frozen = True
         return len(frozen)
 
-    def freeze_at(self, word: bytes) -> None:
-        """Freeze what is connected as soon as a client says this word: the server does not hear it."""
+    def freeze_at(self, word: bytes, *, also_new: bool = False) -> None:
+        """As `freeze`, as soon as a client says this word: the server does not hear it."""
         # Not COMMITTED for COMMIT.
         whole = re.compile(rb"\b" + word + rb"\b")
-        self._freeze_when = lambda chunk: whole.search(chunk) is not None
+        self._freeze_when = (whole, also_new)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -101,9 +101,9 @@ class FreezingProxy:
     ) -> None:
         with suppress(OSError):
             while chunk := await reader.read(65_536):
-                if is_client and self._freeze_when is not None and self._freeze_when(chunk):
-                    self._freeze_when = None
-                    self.freeze()
+                if is_client and self._freeze_when is not None and self._freeze_when[0].search(chunk):
+                    (_, also_new), self._freeze_when = self._freeze_when, None
+                    self.freeze(also_new=also_new)
                     self.has_frozen.set()
                 if passage.is_frozen:
                     if is_client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import orjson
 from pillarbox.cli.output import format_age, format_time
 from pillarbox.cli.terminal import show_line
 from pillarbox.codec import is_json
+from pillarbox.errortext import without_calls
 from pillarbox.event import Event
 from pillarbox.stores import Record
 
@@ -28,14 +30,14 @@ HEADINGS = ("id", "state", "type", "key", "attempts", "age", "error")
 def summarize_record(record: Record) -> tuple[object, ...]:
     """The cells of one line of `events list`."""
     event: Event = record.event
-    error = " ".join((record.error or "").split())
+    error = " ".join(without_calls(record.error or "").split())
     short = error if len(error) <= ERROR_WIDTH else error[: ERROR_WIDTH - 1] + "…"
     age = None if event.created_at is None else max(timedelta(0), datetime.now(UTC) - event.created_at)
     return (event.id, record.state, event.type, event.key, record.attempts, format_age(age), short)
 
 
 def record_to_json(recipient: str, record: Record, *, with_payload: bool = False) -> dict[str, Any]:
-    """Everything about an event; its payload as JSON if it is JSON, as text, or in base64."""
+    """Everything about an event; its payload as it was put if it is JSON, else as text, or in base64."""
     event: Event = record.event
     values: dict[str, Any] = {
         "id": str(event.id),
@@ -95,10 +97,11 @@ def _indent(name: str, value: str) -> str:
 
 
 def _show_payload(event: Event) -> str:
-    ((form, value),) = _decode_payload(event).items()
-    if form == "payload_base64":
-        return f"base64: {value}"
-    return value if isinstance(value, str) and not is_json(event.content_type) else _pretty(value)
+    try:
+        text = event.payload.decode()
+    except UnicodeDecodeError:
+        return f"base64: {_encode_base64(event)}"
+    return _lay_out(text) if is_json(event.content_type) else text
 
 
 _UNTIL = {"leased": "lease ends", "waiting": "next try", "scheduled": "due"}
@@ -107,13 +110,47 @@ _UNTIL = {"leased": "lease ends", "waiting": "next try", "scheduled": "due"}
 def _decode_payload(event: Event) -> dict[str, Any]:
     if is_json(event.content_type):
         try:
-            return {"payload": orjson.loads(event.payload)}
+            orjson.loads(event.payload)
         except orjson.JSONDecodeError:
             pass
+        else:
+            # As it was put, digits and all. A carriage return can only be layout, and is no printable one.
+            return {"payload": orjson.Fragment(event.payload.replace(b"\r", b" "))}
     try:
         return {"payload": event.payload.decode()}
     except UnicodeDecodeError:
-        return {"payload_base64": base64.b64encode(event.payload).decode()}
+        return {"payload_base64": _encode_base64(event)}
+
+
+def _encode_base64(event: Event) -> str:
+    return base64.b64encode(event.payload).decode()
+
+
+def _lay_out(text: str) -> str:
+    """The JSON with a line per value and its own numbers; as it is when that would change it."""
+    try:
+        return _pretty(_READER.decode(text))
+    except (ValueError, TypeError, RecursionError):
+        return text
+
+
+def _read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        raise ValueError("a name is there twice")
+    return read
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_READER = json.JSONDecoder(
+    parse_int=orjson.Fragment,
+    parse_float=orjson.Fragment,
+    parse_constant=_refuse_constant,
+    object_pairs_hook=_read_object,
+)
 
 
 def _pretty(value: object) -> str:

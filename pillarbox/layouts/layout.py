@@ -109,6 +109,25 @@ class Lease:
 
 
 @dataclass(frozen=True)
+class Front:
+    """Rows that others of their key wait behind: `column`, the next one of the index of keys, has this `value`."""
+
+    column: str
+    value: ColumnElement[Any]
+    besides: Predicate
+    """What else holds for them: the condition of a partial index."""
+
+    def __call__(self, c: Any) -> ColumnElement[bool]:
+        is_front: ColumnElement[bool] = (c[self.column] == self.value) & self.besides(c)
+        return is_front
+
+    def as_range(self, c: Any) -> ColumnElement[bool]:
+        """The same for a planner that knows nothing of the table: an order by the column then means something to it."""
+        is_front: ColumnElement[bool] = c[self.column].between(self.value, self.value) & self.besides(c)
+        return is_front
+
+
+@dataclass(frozen=True)
 class Order:
     """Order per key: which rows block others, and how rows wait behind them.
 
@@ -125,9 +144,9 @@ class Order:
     lanes: int
     due: tuple[Predicate, ...]
     promote: Update
-    in_flight: Predicate
-    blocking: Predicate
-    parking: Predicate
+    in_flight: Front
+    blocking: Front
+    parking: Front
     blocked: Predicate
     block: Update
     unblock: Update
@@ -320,7 +339,7 @@ class Layout:
         for variant in self.variants:
             if variant.name == name:
                 return replace(self, declare=variant.declare, variants=(variant,))
-        known = ", ".join(variant.name for variant in self.variants)
+        known = ", ".join(f"{variant.name} ({variant.origin})" for variant in self.variants)
         expected = f"expected variant {known}" if known else "it has no variants"
         raise LayoutError(f"Layout {self.name!r}: {expected}; got {name!r}")
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from pillarbox.durations import format_duration
 from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.errortext import describe_failure
 from pillarbox.event import DELIVERED, Claim, Dead, Delivered, Outcome, Released, Retry
-from pillarbox.retry import describe_error
 from pillarbox.sinks import Sink
 from pillarbox.sinks.order import group_by_key
 from pillarbox.sinks.threads import finish
@@ -90,9 +90,9 @@ class CallableSink(Sink):
             # A function may raise this of its own, say from a task of its own that was cancelled.
             if _is_cancelled():
                 raise
-            outcome = Retry(describe_error(error), cause=error)
+            outcome = Retry(describe_failure(error), cause=error)
         except (Exception, SystemExit) as error:
-            outcome = Retry(describe_error(error), cause=error)
+            outcome = Retry(describe_failure(error), cause=error)
         if _is_cancelled():
             raise asyncio.CancelledError  # the function swallowed it
         return outcome

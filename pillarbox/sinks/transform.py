@@ -10,12 +10,13 @@ from dataclasses import replace
 from importlib import import_module
 
 from pillarbox.errors import ConfigError, SinkUnavailable, Unsupported
+from pillarbox.errortext import describe_failure
 from pillarbox.event import DELIVERED, RELEASED, Claim, Delivered, Event, Outcome, Retry
-from pillarbox.retry import describe_error
 from pillarbox.sinks import SinkLike
 from pillarbox.sinks.limit import LONGEST_CALL
 from pillarbox.sinks.order import Deliver, release_successors
 from pillarbox.sinks.wrapper import SinkWrapper
+from pillarbox.wording import say_count
 
 log = logging.getLogger("pillarbox.relay")
 
@@ -105,7 +106,7 @@ class TransformSink(SinkWrapper):
         ordered = release_successors(claims, outcomes)
         left_out = sum(decision == outcome == DELIVERED for decision, outcome in zip(decided, ordered, strict=True))
         if left_out:
-            log.info("Sink %s: left out %d events, as its transform says.", self.name, left_out)
+            log.info("Sink %s: left out %s, as its transform says.", self.name, say_count(left_out, "event"))
         self.left_out += left_out
         return ordered
 
@@ -115,7 +116,7 @@ class TransformSink(SinkWrapper):
             if inspect.isawaitable(made):
                 made = await made
         except Exception as error:
-            return Retry(f"The transform failed: {describe_error(error)}", cause=error), None
+            return Retry(f"The transform failed: {describe_failure(error)}", cause=error), None
         if made is None:
             return DELIVERED, None
         if not isinstance(made, Event):

@@ -21,7 +21,7 @@ from pillarbox.stores.places import raw
 from pillarbox.stores.transitions import Transitions
 
 MEANING: Final = {
-    "blocked": "is blocked, and no earlier event of its key is in its way",
+    "blocked": "is blocked, and no event of its key is in its way",
     "timeless": "is leased, waiting or scheduled, and has no time at which that ends",
     "split": "has another lane than other events of its key, so their order is not kept",
     "twice": "is in flight at the same time as another event of its key, in another batch",
@@ -100,9 +100,9 @@ class Checking:
 
     def _is_stuck(self) -> ColumnElement[bool]:
         fronts = [
-            self._is_earlier("outbox", self._order.in_flight),
-            self._is_earlier("outbox", self._order.blocking),
-            self._is_earlier("dead", self._order.parking),
+            self._has_front("outbox", self._order.in_flight, earlier=False),
+            self._has_front("outbox", self._order.blocking),
+            self._has_front("dead", self._order.parking),
         ]
         return self._is_blocked() & sa.not_(sa.or_(*fronts))
 
@@ -111,18 +111,11 @@ class Checking:
         is_blocked: ColumnElement[bool] = self._outbox.c.state == STATE_NAMES.index("blocked")
         return is_blocked
 
-    def _is_earlier(self, role: str, condition: Any) -> ColumnElement[bool]:
+    def _has_front(self, role: str, condition: Any, *, earlier: bool = True) -> ColumnElement[bool]:
         order, row, table = self._order, self._layout.row, self._t.tables[role].alias()
-        return (
-            sa.exists()
-            .where(
-                table.c[order.sink] == self._outbox.c[order.sink],
-                table.c[order.key] == self._outbox.c[order.key],
-                table.c[row] < self._outbox.c[row],
-                condition(table.c),
-            )
-            .correlate(self._outbox)
-        )
+        same = [table.c[name] == self._outbox.c[name] for name in (order.sink, order.key)]
+        is_earlier = [table.c[row] < self._outbox.c[row]] if earlier else []
+        return sa.exists().where(*same, *is_earlier, condition(table.c)).correlate(self._outbox)
 
     def _is_timeless(self) -> ColumnElement[bool]:
         states = [STATE_NAMES.index(name) for name in ("leased", "waiting", "scheduled")]

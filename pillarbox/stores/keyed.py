@@ -82,9 +82,12 @@ class KeyedTransitions(Transitions):
         while not claims and (lanes := set(self._latch(db, self.share, {*busy, *seen})) - seen):
             seen |= lanes
             depth = self.share.rows_per_lane(limit, len(lanes))
-            rows = self._pick(db, sorted(lanes), depth, limit, self.scale.light(limit))
+            # What nobody can claim must not hide the others.
+            more = len(self._unclaimable)
+            rows = self._pick(db, sorted(lanes), depth + more, limit + more, self.scale.light(limit))
             is_full |= self.share.picked(limit, rows, depth)
             chosen, waiting, was_tried = self._choose(rows, mode)
+            chosen = chosen[:limit] if more else chosen
             chosen, is_cut = self.scale.cut(db, chosen)
             claims = list(map(self._loader.load, chosen))
             is_full |= is_cut
@@ -95,7 +98,7 @@ class KeyedTransitions(Transitions):
             seconds = lease.total_seconds()
             for claim in claims:
                 claim.fence = token
-            self._write(db, "claim", [Given(c.row, token, c.attempt, seconds) for c in claims])
+            self._write_claims(db, [Given(c.row, token, c.attempt, seconds) for c in claims])
         is_full |= bool(claims) and len(lanes) >= self.share.wanted
         return Taken(claims, blocked, lanes, is_full, has_tried)
 
@@ -117,7 +120,7 @@ class KeyedTransitions(Transitions):
                 continue
             if is_blocked:
                 blocked.append((row_id, key))
-            elif locked is not None:
+            elif locked is not None and row_id not in self._unclaimable:
                 if mode == "lease" or not attempts:
                     chosen.append(row)
                     continue
@@ -130,20 +133,24 @@ class KeyedTransitions(Transitions):
         """Take rows that wait behind another out of the claim index.
 
         The rows in front are locked first and must still be in front: whoever settles them waits for this commit and
-        then sets the marked rows ready again, so that no row stays blocked behind nothing. Only an earlier row counts:
-        one that came due while a later one was in flight waits for that, and not for what becomes of it.
+        then sets the marked rows ready again, so that no row stays blocked behind nothing. A row in flight may be a
+        later one: an event that comes due meanwhile waits for it, and is set ready again whatever becomes of it. Of the
+        others only an earlier row counts.
         """
         order, row_name = self._order, self.layout.row
         keys = sorted({key for _, key in blocked})
-        fronts: dict[str, Any] = {}
+        first: dict[str, Any] = {}
+        anywhere: set[str] = set()
         for name, front in (("outbox", order.in_flight), ("outbox", order.blocking), ("dead", order.parking)):
             table = self.tables[name]
             query = sa.select(table.c[order.key], table.c[row_name]).where(
                 table.c[order.sink] == self.sink, table.c[order.key].in_(keys), front(table.c)
             )
             for key, number in db.execute(query.with_for_update(skip_locked=True)):
-                fronts[key] = min(number, fronts.get(key, number))
-        rows = [row for row, key in blocked if key in fronts and fronts[key] < row]
+                if front is order.in_flight:
+                    anywhere.add(key)
+                first[key] = min(number, first.get(key, number))
+        rows = [row for row, key in blocked if key in anywhere or (key in first and first[key] < row)]
         if not rows:
             return 0
         free = sa.select(self._row).where(self._row.in_(rows), self.layout.ready(self.outbox.c))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -15,6 +15,7 @@ from pillarbox.event import DELIVERED, RELEASED, Claim, Outcome
 from pillarbox.stores import Effect, Joins, Mode, Settlement
 from pillarbox.stores.refusals import UNWRITABLE, settle_apart
 from pillarbox.stores.transitions import Taken
+from pillarbox.wording import say_count
 
 if TYPE_CHECKING:
     from pillarbox.stores.sql import SqlStore
@@ -41,15 +42,16 @@ class LeaseBatch:
         self.is_full = is_full
         self.has_tried = False
         self.lanes = set(taken.lanes)
-        self._early: dict[int, Settlement] = {}
-        """What became of the claims that were settled one by one, by their identity."""
+        self._own = {claim.row: claim for claim in taken.claims}
+        self._early: dict[Any, Settlement] = {}
+        """What became of the claims that were settled one by one, by their rows: a sink may be given copies."""
         store.busy_lanes.update(self.lanes)
 
     async def settle(
         self, outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None
     ) -> Settlement:
         early = sum(self._early.values(), Settlement())
-        left = [each for each in zip(self.claims, outcomes, strict=True) if id(each[0]) not in self._early]
+        left = [each for each in zip(self.claims, outcomes, strict=True) if each[0].row not in self._early]
         claims, outcomes = [claim for claim, _ in left], [outcome for _, outcome in left]
 
         def write(db: sa.Connection) -> Settlement:
@@ -85,12 +87,14 @@ class LeaseBatch:
                 raise _ClaimsLost(settlement.lost)
             return settlement
 
-        if id(claim) in self._early:
-            return not self._early[id(claim)].lost
+        if claim.row in self._early:
+            return not self._early[claim.row].lost
+        # Our own: a copy that a sink was given does not know the fence of a later renewal.
+        claim = self._own[claim.row]
         try:
-            self._early[id(claim)] = await self._store.join(write, session=session)
+            self._early[claim.row] = await self._store.join(write, session=session)
         except _ClaimsLost as error:
-            self._early[id(claim)] = Settlement(lost=error.count)
+            self._early[claim.row] = Settlement(lost=error.count)
             return False
         return True
 
@@ -103,16 +107,21 @@ class LeaseBatch:
         self.lanes = set()
 
     async def renew(self, lease: timedelta) -> Sequence[Claim]:
-        claims = [claim for claim in self.claims if id(claim) not in self._early]
+        claims = [claim for claim in self.claims if claim.row not in self._early]
         if not claims:
             return []
-        return await self._store.run_soon(lambda db: self._store.transitions.renew(db, claims, lease))
+        renewal = await self._store.run_soon(lambda db: self._store.transitions.renew(db, claims, lease))
+        # Only when it is committed: a fence that the rows do not have would lose them all.
+        for claim in claims:
+            claim.fence = renewal.fence
+        return renewal.lost
 
     async def abandon(self) -> None:
         try:
             if self.claims:
                 await self.settle([RELEASED] * len(self.claims))
         except (StoreRefused, StoreUnavailable) as error:
-            log.warning("Could not release %d claims, they lapse by themselves: %s", len(self.claims), error)
+            claims = say_count(len(self.claims), "claim")
+            log.warning("Could not release %s, left to lapse: %s", claims, error)
         finally:
             self._leave_lanes()

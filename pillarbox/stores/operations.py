@@ -23,6 +23,7 @@ from pillarbox.stores.listing import Listing
 from pillarbox.stores.places import Place, Places, raw
 from pillarbox.stores.side import SideTransitions
 from pillarbox.stores.transitions import Transitions
+from pillarbox.wording import say_count
 
 CHUNK = 500
 
@@ -175,7 +176,8 @@ class Operations:
     def record(self, db: sa.Connection, actor: str, action: str, detail: Any, events: int) -> None:
         """Write a line into the audit table, or into the log where the layout has no such table."""
         if self._audit is None:
-            log.warning("%s: %s %d events of %s, %s", actor, action, events, self._outbox.fullname, detail)
+            said = say_count(events, "event")
+            log.warning("%s: %s %s of %s, %s", actor, action, said, self._outbox.fullname, detail)
             return
         line = {"at": now(), "actor": actor[:255], "action": action, "detail": detail, "events": events}
         db.execute(sa.insert(self._audit).values(line))

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.sql.elements import ColumnElement
 
-from pillarbox.layouts.layout import Layout
+from pillarbox.layouts.layout import Front, Layout
 from pillarbox.stores.dialect import is_mysql
 from pillarbox.stores.fields import claimed_fields
 from pillarbox.stores.hot import Hot
@@ -34,21 +34,25 @@ def _is_blocked(
 ) -> ColumnElement[bool]:
     """Whether a row waits behind another of its key.
 
-    `by_key` asks for a range of one key, in order: to a planner that knows a table as empty all indexes are alike, and
-    only that of keys saves it a sort. An order by a column that is equal to something would be no order to it.
+    `by_key` asks for a range of one state, in order: to a planner that knows a table as empty all indexes are alike,
+    and only that of keys saves it a sort. An order by a column that is equal to something would be no order to it.
     """
     order = layout.keyed
 
-    def first(name: str, condition: Any, *, earlier: bool) -> Any:
+    def first(name: str, front: Front, *, earlier: bool) -> Any:
         table = tables[name].alias()
-        mine, is_before = table.c[order.key], table.c[layout.row] < row
-        of_key = mine == key
-        if by_key:
-            of_key, is_before = mine.between(key, key), sa.case((is_before, sa.true()), else_=sa.false())
-        query: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
-            table.c[order.sink] == sink, of_key, condition(table.c), *([is_before] if earlier else [])
+        is_before = table.c[layout.row] < row
+        of_key: sa.Select[Any] = sa.select(sa.literal_column("1")).where(
+            table.c[order.sink] == sink, table.c[order.key] == key
         )
-        return (query.order_by(mine) if by_key else query).limit(1).scalar_subquery()
+        if not by_key:
+            return of_key.where(front(table.c), *([is_before] if earlier else [])).limit(1).scalar_subquery()
+        # As a CASE, so that no index is chosen for it.
+        condition = [sa.case((is_before, sa.true()), else_=sa.false())] if earlier else []
+        found = of_key.where(front.as_range(table.c), *condition)
+        # The dead's index of keys ends with that column.
+        wanted = [table.c[front.column], *([table.c[layout.row]] if name == "outbox" else [])]
+        return found.order_by(*wanted).limit(1).scalar_subquery()
 
     found = sa.func.coalesce(
         first("outbox", order.in_flight, earlier=False),

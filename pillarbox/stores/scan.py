@@ -53,7 +53,8 @@ class ScanTransitions(Transitions):
     def claim(
         self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
     ) -> Taken:
-        depth = limit = self.scale.narrow(limit)
+        # What nobody can claim must not hide the others.
+        depth = limit = self.scale.narrow(limit) + len(self._unclaimable)
         params: dict[str, Any] = {"limit": limit, "light": self.scale.light(limit)}
         if self._has_heads:
             scopes = self._scopes_now(db)
@@ -66,24 +67,29 @@ class ScanTransitions(Transitions):
             while self._let_found_go(db, rows):
                 rows = self._fetch(db, params)
             rows = [row for row in rows if not row[-2]] if self.is_stuck else rows
-        chosen, has_tried = self._choose(self._leave_nameless(rows), mode)
-        chosen, is_cut = self.scale.cut(db, chosen)
+        chosen, has_tried = self._choose(self._leave_out(rows), mode)
+        chosen, is_cut = self.scale.cut(db, chosen[: limit - len(self._unclaimable)] if self._unclaimable else chosen)
         width, make = self._width, self._loader.make
         claims = [make(row, row[0] if width == 1 else tuple(row[:width]), row[width]) for row in chosen]
         if mode == "lease" and claims:
-            self._write_claims(db, claims, lease)
+            self._lease_out(db, claims, lease)
         return Taken(claims, is_full=is_cut or len(rows) >= min(limit, depth), has_tried=has_tried)
 
     def _fetch(self, db: sa.Connection, params: Mapping[str, Any]) -> Sequence[Any]:
-        rows = self._find.fetch(db, params)
-        if not self._told or len(rows) < params["limit"]:
+        if not self._told:
+            return self._find.fetch(db, params)
+        limit = params["limit"]
+        rows = self._find.fetch(db, {**params, "limit": limit + 1})
+        if len(rows) <= limit:
             return rows
-        # The batch ends among rows of one time. Where these tell their order, others of that time may come before them.
+        # The batch may end among rows of one time. Where these tell their order, others of that time may come first.
         width, count = len(self.layout.indexed), len(self._told)
         orders = [tuple(row[-count:]) for row in rows]
         last = orders[-1]
-        is_cut = any(order[:width] == last[:width] and order != last for order in orders)
-        return self._find_exactly.fetch(db, params) if is_cut else rows
+        is_cut = orders[-2][:width] == last[:width] and any(
+            order[:width] == last[:width] and order != last for order in orders
+        )
+        return self._find_exactly.fetch(db, params) if is_cut else rows[:-1]
 
     def _let_found_go(self, db: sa.Connection, rows: Sequence[Any]) -> int:
         """Let go those of the rows whose claim has lapsed; they are found again when they are due."""
@@ -111,16 +117,16 @@ class ScanTransitions(Transitions):
                 chosen.append(row)
         return chosen, has_tried
 
-    def _write_claims(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> None:
+    def _lease_out(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> None:
         token: Any = None
         if self.layout.lease.token != "wrote":
             token = uuid4() if self.layout.lease.token == "uuid" else f"{owner_name()}/{uuid4().hex}"
         seconds = lease.total_seconds()
+        self._write_claims(db, [Given(claim.row, token, claim.attempt, seconds) for claim in claims])
+        if token is None:
+            token = self._read_fence(db, claims)
         for claim in claims:
             claim.fence = token
-        self._write(db, "claim", [Given(claim.row, token, claim.attempt, seconds) for claim in claims])
-        if token is None:
-            self._read_fence(db, claims)
 
     def wake(self, db: sa.Connection, max_attempts: int | None, park: bool) -> int:
         return self._let_lapsed_go(db, max_attempts, park)

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pillarbox.errors import StoreRefused, StoreUnavailable, Unsupported
-from pillarbox.event import Claim, Delivered, Outcome
+from pillarbox.event import DELIVERED, Claim, Delivered, Outcome
 from pillarbox.silence import (
     CONNECT_TIMEOUT,
     Lines,
@@ -30,7 +30,7 @@ from pillarbox.silence import (
     wait_patiently,
 )
 from pillarbox.stores import Effect, Joins, Mode, Settlement
-from pillarbox.stores.refusals import settle_apart
+from pillarbox.stores.refusals import Settle, settle_apart
 from pillarbox.stores.sql import SqlStore, T, Work, driver_fault, translate
 from pillarbox.stores.transitions import Taken
 
@@ -80,10 +80,17 @@ class HoldBatch:
         try:
             return await self._store.answer(connection, write_and_end())
         except StoreRefused:
-            if effect is not None or any(type(outcome) is not Delivered for outcome in outcomes):
+            is_delivered = effect is None and all(type(outcome) is Delivered for outcome in outcomes)
+            if not is_delivered or self._store.layout.side is not None:
                 raise
-        # All were delivered, so whoever took one meanwhile only repeats it.
-        return await self._store.run_soon(lambda db: settle_apart(db, settle, self.claims, outcomes))
+        return await self._store.run_soon(lambda db: self._settle_free(db, settle))
+
+    def _settle_free(self, db: sa.Connection, settle: Settle) -> Settlement:
+        """Settle what was delivered and let go since: those that nobody has claimed meanwhile, the culprit apart."""
+        free = self._store.transitions.lock_free(db, self.claims)
+        claims = [claim for claim in self.claims if claim.row in free]
+        settlement = settle_apart(db, settle, claims, [DELIVERED] * len(claims))
+        return settlement + Settlement(lost=len(self.claims) - len(claims))
 
     async def settle_one(self, claim: Claim, effect: Effect, *, session: Joins | None = None) -> bool:
         raise Unsupported(f"Store {self._store.name}: held claims are settled together; claim by lease")
@@ -223,14 +230,15 @@ class AsyncSqlStore(SqlStore):
         connection = await self._run_again(lambda: self._connect_to(self._engine))
 
         async def claim() -> Taken:
-            try:
-                await self._begin_hold(connection)
-                return await connection.run_sync(lambda db: self.transitions.claim(db, limit, "hold", HOLD_DEADLINE))
-            except BaseException:
-                await let_go(connection)
-                raise
+            await self._begin_hold(connection)
+            return await connection.run_sync(lambda db: self.transitions.claim(db, limit, "hold", HOLD_DEADLINE))
 
-        taken = await self.answer(connection, claim())
+        try:
+            taken = await self.answer(connection, claim())
+        except BaseException:
+            # Also when we are cancelled just as it is done: then nobody else has the connection.
+            await let_go(connection)
+            raise
         batch = HoldBatch(self, connection, taken)
         if not taken.claims:
             await batch.abandon()

@@ -68,9 +68,10 @@ class SideTransitions(Transitions):
     def claim(
         self, db: sa.Connection, limit: int, mode: Mode, lease: timedelta, *, busy: Collection[int] = ()
     ) -> Taken:
-        limit = self.scale.narrow(limit)
+        # What nobody can claim must not hide the others.
+        limit = self.scale.narrow(limit) + len(self._unclaimable)
         rows = self._find.fetch(db, {"limit": limit, "light": self.scale.light(limit)})
-        named = self._leave_nameless(rows)
+        named = self._leave_out(rows)
         entries = self._entries(db, [row[0] for row in named])
         chosen: list[Any] = []
         has_tried = False
@@ -89,8 +90,8 @@ class SideTransitions(Transitions):
             token = uuid4()
             for claim in claims:
                 claim.fence = token
-            given = [Given(claim.row, token, claim.attempt, lease.total_seconds()) for claim in claims]
-            self._put_entries(db, "claim", given)
+            seconds = lease.total_seconds()
+            self._write_claims(db, [Given(claim.row, token, claim.attempt, seconds) for claim in claims])
         return Taken(claims, is_full=is_cut or len(rows) >= limit, has_tried=has_tried)
 
     def _entries(self, db: sa.Connection, rows: Sequence[Any]) -> dict[Any, tuple[int, bool]]:
@@ -99,6 +100,9 @@ class SideTransitions(Transitions):
             return {}
         found = self._find_entries.fetch(db, {"entries": list(rows)})
         return {row[0]: (row[1], bool(row[2])) for row in found}
+
+    def _write_claim(self, db: sa.Connection, rows: Sequence[Given]) -> int:
+        return self._put_entries(db, "claim", rows)
 
     def _put_entries(self, db: sa.Connection, name: str, rows: Sequence[Given]) -> int:
         if not rows:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -27,7 +28,7 @@ from pillarbox.stores.moving import has_no_partition
 from pillarbox.stores.operations import Operations
 from pillarbox.stores.refusals import is_refusal
 from pillarbox.stores.rights import ASK_ACCOUNT, find_grant, is_account_needed
-from pillarbox.stores.transitions import DEFAULT_LEASE
+from pillarbox.stores.transitions import DEFAULT_LEASE, Taken
 from pillarbox.urls import show_database
 
 T = TypeVar("T")
@@ -228,14 +229,21 @@ class SqlStore(ABC):
         self.transitions.max_attempts, self.transitions.parks = max_attempts, park
         self.transitions.scale.max_bytes = max_bytes
         await self._wake(max_attempts, park)
+        marked = 0
         if mode == "hold":
             batch, blocked = await self._hold(limit)
         else:
             busy = [lane for lane, batches in self.busy_lanes.items() if batches > 0]
-            taken = await self.run_soon(lambda db: self.transitions.claim(db, limit, mode, lease, busy=busy))
+            try:
+                taken = await self.run_soon(lambda db: self.transitions.claim(db, limit, mode, lease, busy=busy))
+            except StoreRefused:
+                bury = partial(self.transitions.bury_unclaimable, limit=limit, lease=lease, park=park)
+                marked = await self.run_soon(bury)
+                if not marked:
+                    raise
+                taken = Taken([], is_full=True)
             batch, blocked = LeaseBatch(self, taken, is_full=taken.is_full), taken.blocked
         self._is_stuck = self.transitions.is_stuck
-        marked = 0
         if blocked and not is_prefetch:
             try:
                 marked = await self.run_soon(lambda db: self.transitions.block(db, blocked))
@@ -260,7 +268,8 @@ class SqlStore(ABC):
         seconds = await self._ask_due()
         if seconds == 0.0 and self._is_stuck:
             seconds = LOOK_AGAIN
-        self._look_at = time.monotonic() + (LOOK_AGAIN if seconds is None else seconds)
+        # Soon in any case: a busy relay does not come here again, and what is put or fails meanwhile may be due before.
+        self._look_at = time.monotonic() + (LOOK_AGAIN if seconds is None else min(seconds, LOOK_AGAIN))
         return None if seconds is None else timedelta(seconds=seconds)
 
     async def _ask_due(self) -> float | None:
@@ -387,7 +396,9 @@ def is_conflict(error: DBAPIError) -> bool:
     """Whether the database undid a transaction that would succeed when run again."""
     state = getattr(error.orig, "sqlstate", None)
     number = error.orig.args[0] if error.orig is not None and error.orig.args else None
-    return state in _CONFLICTS or number in _MYSQL_CONFLICTS or "database is locked" in str(error.orig)
+    # A deadlock undoes the savepoints too, and leaving one then says only that it does not exist.
+    is_conflict = number in _MYSQL_CONFLICTS or (number == 1305 and "SAVEPOINT" in str(error.orig))
+    return state in _CONFLICTS or is_conflict or "database is locked" in str(error.orig)
 
 
 def is_missing(error: DBAPIError) -> bool:

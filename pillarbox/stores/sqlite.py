@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,7 @@ from pillarbox.urls import check_options
 log = logging.getLogger("pillarbox.store")
 
 BUSY_TIMEOUT = timedelta(seconds=30)
+BUSY_GLANCE = timedelta(milliseconds=250)
 FIRST_POLL = 0.005
 LONGEST_POLL = 0.1
 # What else a file's url may say, as `mode=ro`, is for SQLite itself and needs uri=true.
@@ -65,6 +67,8 @@ class SqliteStore(SqlStore):
         await super().open()
 
     async def _transact(self, work: Work[T], *, writes: bool, is_long: bool) -> T:
+        if self._is_closed:
+            raise StoreUnavailable(f"Store {self.name}: it was closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact_here, work, writes)
 
     def _connect(self) -> sa.Connection:
@@ -93,7 +97,7 @@ class SqliteStore(SqlStore):
             # A file from before this relay first ran has no lanes for it, and without them nothing is claimed. One that
             # is still being made may have no tables.
             try:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                self._begin(connection, "BEGIN IMMEDIATE")
                 (self._look if self.layout.order is None else self._ensure_lanes)(connection)
                 connection.commit()
             except sa.exc.OperationalError as error:
@@ -115,10 +119,22 @@ class SqliteStore(SqlStore):
 
     def _transact_here(self, work: Work[T], writes: bool) -> T:
         with self._connect() as connection:
-            connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+            self._begin(connection, "BEGIN IMMEDIATE" if writes else "BEGIN")
             result = work(connection)
             connection.commit()
             return result
+
+    def _begin(self, connection: sa.Connection, statement: str) -> None:
+        """Begin, and wait for the lock in small steps: the end of the process waits for this thread."""
+        deadline = time.monotonic() + BUSY_TIMEOUT.total_seconds()
+        while True:
+            try:
+                connection.exec_driver_sql(statement)
+                return
+            except sa.exc.OperationalError as error:
+                is_busy = getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_BUSY")
+                if not is_busy or self._is_closed or time.monotonic() > deadline:
+                    raise
 
     async def _hold(self, limit: int) -> Any:
         raise Unsupported(f"Store {self.name}: SQLite cannot hold rows")
@@ -189,5 +205,6 @@ def make_sqlite_engine(url: sa.URL) -> sa.Engine:
         connection.text_factory = _read_text
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_GLANCE // timedelta(milliseconds=1)}")
 
     return engine

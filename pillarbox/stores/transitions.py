@@ -64,6 +64,13 @@ class Taken(NamedTuple):
     has_tried: bool = False
 
 
+class Renewal(NamedTuple):
+    """Which claims are somebody else's by now, and the fence of the others."""
+
+    lost: list[Claim]
+    fence: Any
+
+
 class _Write(NamedTuple):
     each: Hot
     given: GivenRows
@@ -108,6 +115,9 @@ class Transitions(ABC):
         self._row = self.outbox.c[layout.row]
         self._names = layout.rows
         self._nameless: set[bytes] = set()
+        self._unclaimable: set[Any] = set()
+        self._trial: list[tuple[Given, str]] | None = None
+        """What was refused of a claim that is only tried."""
         is_raw = layout.lease.token == "wrote"
         self._kinds = Kinds(self.held, self._names, layout.lease.fence, is_raw=is_raw)
         self._given = GivenRows(dialect, self._kinds)
@@ -280,6 +290,44 @@ class Transitions(ABC):
         self.is_stuck |= bool(left)
         return postponed
 
+    # -- claims that are refused --------------------------------------------------------------------------------------
+
+    def _write_claims(self, db: sa.Connection, rows: Sequence[Given]) -> None:
+        if self._trial is None:
+            self._write_claim(db, rows)
+        else:
+            self._trial += write_apart(db, lambda part: self._write_claim(db, part), rows)[1]
+
+    def _write_claim(self, db: sa.Connection, rows: Sequence[Given]) -> int:
+        return self._write(db, "claim", rows)
+
+    def bury_unclaimable(self, db: sa.Connection, limit: int, lease: timedelta, *, park: bool) -> int:
+        """Let rows be dead into which the database lets no claim be written; returns how many are out of the way.
+
+        They are found by a claim that is undone: what follows them in their keys must not be claimed with them.
+        """
+        self._trial = []
+        try:
+            with db.begin_nested() as trial:
+                claims = self.claim(db, limit, "lease", lease).claims
+                trial.rollback()
+            refused = self._trial
+        finally:
+            self._trial = None
+        parks = {claim.row: park and claim.event.key is not None for claim in claims}
+        dead = [
+            Given(
+                row, None, attempt - 1, 0.0, f"The database refused to let anybody claim this event: {why}", parks[row]
+            )
+            for (row, _, attempt, *_), why in refused
+        ]
+        _, left = write_apart(db, lambda rows: self._bury(db, rows, fenced=False), dead)
+        for given, why in left:
+            name = self.outbox.fullname
+            log.error("Row %s of %s can be neither claimed nor dead, so it is left: %s", given.row_id, name, why)
+            self._unclaimable.add(given.row_id)
+        return len(refused)
+
     # -- settling -----------------------------------------------------------------------------------------------------
 
     def settle(
@@ -331,22 +379,28 @@ class Transitions(ABC):
             self.unblock(db, {claim.event.key for claim in claims if claim.event.key is not None})
         return Settlement(delivered, lost=len(claims) - delivered)
 
-    def renew(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> list[Claim]:
-        """Extend the claims that are still ours; returns those that are not."""
+    def renew(self, db: sa.Connection, claims: Sequence[Claim], lease: timedelta) -> Renewal:
+        """Extend the claims that are still ours."""
         seconds = lease.total_seconds()
         if self.layout.lease.token == "wrote":
             # The fence moves with the lease, so it must be known before which claims are ours.
             kept = self._ours(db, claims)
             ours = [claim for claim in claims if claim.row in kept]
             self._write(db, "renew", [Given(claim.row, None, 0, seconds) for claim in ours])
-            if ours:
-                self._read_fence(db, ours)
+            fence = self._read_fence(db, ours) if ours else None
         else:
+            fence = claims[0].fence
             rows = [Given(claim.row, claim.fence, 0, seconds) for claim in claims]
             if self._write(db, "renew", rows, fenced=True) == len(claims):
-                return []
+                return Renewal([], fence)
             kept = self._ours(db, claims)
-        return [claim for claim in claims if claim.row not in kept]
+        return Renewal([claim for claim in claims if claim.row not in kept], fence)
+
+    def lock_free(self, db: sa.Connection, claims: Sequence[Claim]) -> set[Any]:
+        """Lock those rows of claims that nobody has, and return them."""
+        chosen = self._is_among([Given(claim.row) for claim in claims]), self.layout.ready(self.held.c)
+        query = sa.select(*self._identity()).where(*chosen).with_for_update(skip_locked=True)
+        return {self._identify(row) for row in db.execute(query)}
 
     def _ours(self, db: sa.Connection, claims: Sequence[Claim]) -> set[Any]:
         query = sa.select(*self._identity()).where(
@@ -354,11 +408,9 @@ class Transitions(ABC):
         )
         return {self._identify(row) for row in db.execute(query.with_for_update())}
 
-    def _read_fence(self, db: sa.Connection, claims: Sequence[Claim]) -> None:
-        """Give claims the fence that a write left in their rows, which is the same for all of them."""
-        wrote = db.execute(sa.select(self._fence_column()).where(self._is_among([Given(claims[0].row)]))).scalar_one()
-        for claim in claims:
-            claim.fence = wrote
+    def _read_fence(self, db: sa.Connection, claims: Sequence[Claim]) -> Any:
+        """The fence that a write left in the rows of claims, which is the same for all of them."""
+        return db.execute(sa.select(self._fence_column()).where(self._is_among([Given(claims[0].row)]))).scalar_one()
 
     def _bury(self, db: sa.Connection, rows: Sequence[Given], *, fenced: bool) -> int:
         dead = self.layout.dead
@@ -425,8 +477,10 @@ class Transitions(ABC):
         is_text = self.dialect == "postgresql" and is_time(column.type)
         return sa.cast(column, sa.Text) if is_text else sa.type_coerce(column, sa.types.NullType())
 
-    def _leave_nameless(self, rows: Sequence[Any]) -> Sequence[Any]:
-        """Leave out rows that no statement could name again: in SQLite an id may be a blob, or no valid text."""
+    def _leave_out(self, rows: Sequence[Any]) -> Sequence[Any]:
+        """Leave out rows that cannot be claimed, or that no statement could name again: a blob as an id in SQLite."""
+        if self._unclaimable:
+            rows = [row for row in rows if self._identify(row) not in self._unclaimable]
         if self.dialect != "sqlite" or not any(type(row[0]) is bytes for row in rows):
             return rows
         for name in {row[0] for row in rows if type(row[0]) is bytes} - self._nameless:

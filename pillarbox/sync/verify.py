@@ -18,6 +18,7 @@ from pillarbox.sync.health import count_rows
 from pillarbox.sync.queues import QueueRef, Shape, describe_failure, look, read_shape
 from pillarbox.sync.state import find_missing, highest_number, parse_time, read_state
 from pillarbox.sync.tables import DEAD, LOG, QUEUE
+from pillarbox.wording import say_count
 
 _SHOWN: Final = 5
 
@@ -275,4 +276,4 @@ def _list_notes(result: VerifyResult) -> Iterable[str]:
     if result.orphans:
         yield f"{result.orphans} entries of the sync log are above the last waiting row."
     if result.dead:
-        yield f"{result.dead} rows are in the dead log; see `pillarbox sync dead list`."
+        yield f"{say_count(result.dead, 'row')} in the dead log; see `pillarbox sync dead list`."

@@ -119,7 +119,7 @@ def test_relay_that_lost_its_lease_changes_nothing(database: Database, start_rel
         until(lambda: _is_taken_over(database, lost), "the event under another lease")
         before = _first_row(database)
         late.thaw()
-        said = "had lapsed before they were settled"
+        said = "had lapsed before the settlement"
         until(lambda: said in late.log or _first_row(database) != before, "the late relay's settlement")
         assert len(read_lines(late_file)) == 1, "the late relay's delivery cannot be undone"
         assert late.terminate() == 0

@@ -208,7 +208,7 @@ async def test_handler_has_a_retry_policy_of_its_own(service: Service) -> None:
     await service.send("a")
     async with service.consuming(retry=LATER):
         [letter] = await service.wait_for_dead(died_of_handler="record")
-    assert (letter.attempts, letter.error) == (2, "RuntimeError: never")
+    assert (letter.attempts, (letter.error or "").splitlines()[0]) == (2, "RuntimeError: never")
     assert attempts == [1, 2]
 
 

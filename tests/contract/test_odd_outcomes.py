@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pillarbox import Event, Handlers, Reject, Relay, RetryLater
+from pillarbox.errortext import without_calls
 from pillarbox.event import Dead, Retry
 from pillarbox.handlers import HandlerSink
 from pillarbox.retry import Constant
@@ -108,7 +109,7 @@ async def relay_with(kit: Kit, store: Store, way: str, odd: Odd) -> Any:
 async def test_good_events_beside_an_odd_outcome_are_handled_once(kit: Kit, store: Store, way: str, odd: str) -> None:
     make, state, error = {**OUTCOMES, **VERDICTS}[odd]
     record = await relay_with(kit, store, way, make)
-    assert (record.state, record.error, record.attempts) == (state, error, 1)
+    assert (record.state, without_calls(record.error or ""), record.attempts) == (state, error, 1)
 
 
 @pytest.mark.parametrize("way", WAYS)

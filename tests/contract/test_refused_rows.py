@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from pillarbox.group import route_relays
 from pillarbox.routing import Route, Routes
 from pillarbox.sinks.callable import CallableSink
 from pillarbox.sinks.memory import MemorySink
-from pillarbox.stores import Counts, Mode, Settlement, Store
+from pillarbox.stores import Batch, Counts, Mode, Settlement, Store
 from pillarbox.stores.sql import SqlStore
 from tests.contract.stores import EVERYTHING, SqlKit, claim, event
 
@@ -189,3 +190,56 @@ async def test_event_whose_copy_for_a_sink_is_refused_is_dead_alone(kit: SqlKit)
     # Its copies are for all of its sinks or for none.
     good = Counter(f"e{number}" for number in range(100) if number != 50)
     assert [Counter(each.type for each in sink.events) for sink in sinks.values()] == [good, good]
+
+
+@pytest.mark.needs("sql")
+async def test_event_that_cannot_be_claimed_is_dead_and_stops_nobody(kit: SqlKit, store: Store) -> None:
+    kit.put(event("good", "g"), event("bad", "b"), event("after", "b"), event("fine"))
+    sink = MemorySink(is_quick=False)
+    relay = Relay(store, sink)
+    with refusing(kit, "outbox", "UPDATE"):
+        await relay.drain()
+    assert {each.type for each in sink.events} == {"good", "fine"}
+    found = {each.event.type: each for each in await store.events(EVERYTHING)}
+    assert (found["bad"].state, found["bad"].attempts) == ("dead", 0)
+    assert "The database refused to let anybody claim this event" in (found["bad"].error or "")
+    assert found["after"].state in ("ready", "blocked")
+    await relay.close()
+
+
+@pytest.mark.needs("sql")
+async def test_event_that_can_be_neither_claimed_nor_dead_stops_nobody(kit: SqlKit, store: Store) -> None:
+    kit.put(event("good", "g"), event("bad", "b"), event("after", "b"), event("fine"))
+    sink = MemorySink(is_quick=False)
+    relay = Relay(store, sink)
+    with refusing(kit, "outbox", "UPDATE"), refusing(kit, "dead", "INSERT"):
+        await relay.drain()
+        assert {each.type for each in sink.events} == {"good", "fine"}
+    await relay.close()
+
+
+@pytest.mark.needs("server")
+async def test_refused_hold_leaves_alone_what_others_have_claimed_meanwhile(
+    kit: SqlKit, store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its locks are gone: another relay claims before what was delivered is settled apart."""
+    other = await kit.open()
+    kit.put(event("one", "k"), event("bad", "j"), event("two", "k"))
+    taken: list[Batch] = []
+    run_soon = store.run_soon
+
+    async def run_after_other(work: Any, **options: Any) -> Any:
+        if not taken:
+            taken.append(await claim(other, 1))
+        return await run_soon(work, **options)
+
+    with refusing(kit, "outbox", "DELETE"):
+        held = await claim(store, mode="hold")
+        monkeypatch.setattr(store, "run_soon", run_after_other)
+        settlement = await held.settle([DELIVERED] * 3)
+    monkeypatch.undo()
+    [batch] = taken
+    assert [each.event.type for each in batch.claims] == ["one"]
+    assert settlement.lost >= 1
+    assert await batch.settle([DELIVERED]) == Settlement(delivered=1)
+    assert await store.find_faults() == []

@@ -375,7 +375,9 @@ async def test_a_sink_that_breaks_on_one_event_delivers_the_others(kit: Kit, sto
     settlement = await Relay(store, sink, retry=Constant(HOUR)).run_once()
     assert settlement == Settlement(delivered=2, retried=1, released=1)
     [failed] = [record for record in await store.events(Filter()) if record.event.type == "bad"]
-    assert failed.error == "RuntimeError: cannot encode"
+    text, *calls = (failed.error or "").splitlines()
+    assert text == "RuntimeError: cannot encode"
+    assert calls[-1] == '    raise RuntimeError("cannot encode")'
 
 
 class LateSink(MemorySink):
@@ -389,7 +391,8 @@ async def test_a_timeout_of_the_sink_counts_against_the_event(kit: Kit, store: S
     kit.put(event("a"))
     assert await Relay(store, LateSink(), retry=Constant(HOUR)).run_once() == Settlement(retried=1)
     [failed] = await store.events(Filter())
-    assert (failed.attempts, failed.error) == (1, "TimeoutError: no answer in time")
+    assert failed.attempts == 1
+    assert (failed.error or "").splitlines()[0] == "TimeoutError: no answer in time"
 
 
 class UnopenedSink(MemorySink):
@@ -528,14 +531,16 @@ async def test_hold_is_refused_where_it_would_last_too_long(kit: Kit, store: Sto
         await relay.open()
 
 
-async def test_settling_is_tried_again_while_the_lease_lasts(
-    kit: Kit, store: Store, caplog: pytest.LogCaptureFixture
+# After the fifth failure more than a second has passed.
+@pytest.mark.parametrize(("lease", "count"), [(None, 2), (timedelta(seconds=1), 5)], ids=["long lease", "short lease"])
+async def test_settling_is_tried_again_for_a_while(
+    kit: Kit, store: Store, caplog: pytest.LogCaptureFixture, lease: timedelta | None, count: int
 ) -> None:
     kit.put(event("a"))
-    relay = Relay(store, MemorySink(is_quick=False))
+    relay = Relay(store, MemorySink(is_quick=False), lease=lease)
     await relay.open()
     batch = await relay._claim(is_prefetch=False)
-    settle, failures = batch.settle, iter([True, True, False])
+    settle, failures = batch.settle, iter([*[True] * count, False])
 
     async def flaky(outcomes: Sequence[Outcome], *, park: bool = True, effect: Effect | None = None) -> Settlement:
         if next(failures):
@@ -545,7 +550,7 @@ async def test_settling_is_tried_again_while_the_lease_lasts(
     batch.settle = flaky  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "pillarbox"):
         assert await relay._deliver(batch) == Settlement(delivered=1)
-    assert caplog.messages == ["Could not settle 1 events yet, trying again: gone for a moment"]
+    assert caplog.messages == ["Could not settle 1 event yet, trying again: gone for a moment"]
 
 
 async def test_a_store_that_is_down_is_waited_for(kit: Kit, store: Store) -> None:

@@ -185,6 +185,7 @@ async def test_a_destination_that_is_down_holds_nothing_claimed_ahead_and_is_pro
     kit: Kit, store: Store, watch: Watch
 ) -> None:
     put_backlog(kit)
+    watch.settles_first = True
     sink = FallingSink(watch)
     now = 0.0
     breaker = Breaker("memory", first=timedelta(milliseconds=100), clock=lambda: now)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pillarbox.errors import ConfigError, SinkUnavailable
+from pillarbox.errortext import describe_failure
 from pillarbox.event import (
     DELIVERED,
     RELEASED,
@@ -125,9 +126,33 @@ async def test_function_that_raises_is_retried_with_the_exception():
         raise error
 
     outcome = await outcome_of(handle)
-    assert outcome == Retry("ValueError: bad amount")
     assert isinstance(outcome, Retry)
+    text, *calls = outcome.error.splitlines()
+    assert text == "ValueError: bad amount"
+    line = handle.__code__.co_firstlineno + 1
+    assert calls == [f'  File "{__file__}", line {line}, in handle', "    raise error"]
     assert outcome.cause is error
+
+
+def test_calls_of_a_function_that_failed_deep_down_are_the_last_ones():
+    def descend(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("x" * 1900)
+        go_on(depth - 1)
+
+    def go_on(depth: int) -> None:
+        descend(depth)
+
+    with pytest.raises(ValueError, match="xxx") as raised:
+        descend(30)
+    text, *calls = describe_failure(raised.value).splitlines()
+    assert text == "ValueError: " + "x" * 1900
+    assert len([each for each in calls if each.startswith("  File ")]) == 6
+    assert 'raise ValueError("x" * 1900)' in calls[-1]
+
+
+def test_failure_without_calls_says_what_failed():
+    assert describe_failure(KeyError("amount")) == "KeyError: 'amount'"
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
@@ -151,7 +176,9 @@ async def test_no_exception_of_a_function_ends_the_relay(is_async, error, text):
 
     if is_async and isinstance(error, StopIteration):
         text = "RuntimeError: coroutine raised StopIteration"
-    assert await outcome_of(fail_async if is_async else fail) == Retry(text)
+    outcome = await outcome_of(fail_async if is_async else fail)
+    assert isinstance(outcome, Retry)
+    assert outcome.error.splitlines()[0] == text
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])

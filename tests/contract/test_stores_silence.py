@@ -91,7 +91,7 @@ async def test_a_relay_goes_on_after_a_statement_without_an_answer(
     kit: SqlKit, proxy: FreezingProxy, word: bytes
 ) -> None:
     sink, put = MemorySink(), [event(f"event{number}", f"key{number}") for number in range(50)]
-    async with opened(kit, proxy) as store:
+    async with opened(kit, proxy, statement_timeout=2 * SECOND) as store:
         proxy.freeze_at(word)
         # A claim whose answer was lost lapses by itself: that takes its lease.
         async with running(store, sink, lease=SECOND):
@@ -138,9 +138,10 @@ async def test_stop_ends_a_relay_whose_database_is_silent(kit: SqlKit, proxy: Fr
         run = asyncio.create_task(relay.run())
         kit.put(first)
         await arrives(sink, first)
-        proxy.freeze(also_new=True)
+        # While it asks: a relay that pauses, or one whose answer is lost, asks nothing more on its own.
+        proxy.freeze_at(b"COMMIT", also_new=True)
         kit.put(event("second"))
-        assert await asyncio.to_thread(proxy.has_swallowed.wait, HANG)
+        assert await asyncio.to_thread(proxy.has_frozen.wait, HANG)
         relay.stop()
         async with asyncio.timeout(HANG):
             await run

@@ -96,7 +96,7 @@ def test_what_release_06_moved_to_its_dead_log_is_no_gap(orders: QueueRef) -> No
     six.call(orders, ["push", "a", "b", "c"], ["dead_letter", 2, "max_attempts"])
     found = assert_healthy(orders)
     assert (found.waiting, found.dead) == (2, 1)
-    assert "1 rows are in the dead log" in found.notes[0]
+    assert "1 row in the dead log" in found.notes[0]
 
 
 def test_skipped_and_replayed_rows_are_no_gap(sqloutbox: Sqloutbox, orders: QueueRef) -> None:

@@ -183,6 +183,27 @@ async def test_claim_reads_a_few_times_its_batch_beside(beside: dict[str, Any], 
         database.drop()
 
 
+@pytest.mark.parametrize("is_dead", [False, True], ids=["blocked", "dead"])
+async def test_judging_an_event_does_not_read_what_else_its_key_has(is_dead: bool, tmp_path: Any) -> None:
+    """Ten keys have 20,000 rows each that no claim takes, and each of the first batch's events asks for its own."""
+    database = make_database("postgres", tmp_path)
+    hot = {"key": "'key-' || n % 10"}
+    try:
+        kit = SqlKit(database, pooler=False, notify=False)
+        fill(kit, {**hot, "table": "dead", "parks": "false"} if is_dead else {**hot, "state": BLOCKED})
+        store = kit.make()
+        await store.open()
+        plans = explain_everything(store)
+        await store._connected.dispose()  # type: ignore[attr-defined]
+        for _ in range(2):
+            await store.claim(BATCH, mode="lease", lease=LEASE, is_prefetch=True)
+        tables = {database.table, f"{database.table}_dead"}
+        assert max(rows_read(plan["Plan"], tables) for plan in plans.take()) <= MOST_ROWS
+        await store.close()
+    finally:
+        database.drop()
+
+
 def assert_frugal(plans: list[dict[str, Any]], table: str, when: str) -> None:
     tables = {table, f"{table}_dead"}
     assert len(plans) > 30, "auto_explain reported nothing"

@@ -289,16 +289,17 @@ async def test_a_claim_among_rows_of_one_time_reads_a_few_times_its_size(sample:
             await store.close()
 
 
-async def test_rows_due_at_one_time_go_out_in_the_order_of_their_puts() -> None:
+@pytest.mark.parametrize("limit", [1, 7, 300])
+async def test_rows_due_at_one_time_go_out_in_the_order_of_their_puts(limit: int) -> None:
     """Though they lie in the table the other way round, and a batch ends among them."""
     due = {"scheduled_at": "now() - interval '1 hour'", "created_at": "now() - interval '2 hours' - n * interval '1 s'"}
     tied = replace(OMNIBOX, ready=due, others={}, delivered=None)
     with filled(tied, ready=1_000, delivered=0, other=0) as tables:
         store, _ = await open_explained(tied, tables["outbox"].schema)
         try:
-            batches = [await store.claim(300, mode="lease", lease=timedelta(minutes=5)) for _ in range(3)]
+            batches = [await store.claim(limit, mode="lease", lease=timedelta(minutes=5)) for _ in range(3)]
             moments = [claim.event.created_at for batch in batches for claim in batch.claims]
-            assert len(moments) == 900
+            assert len(moments) == 3 * limit
             assert moments == sorted(moments)
         finally:
             await store.close()

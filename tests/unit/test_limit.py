@@ -314,7 +314,11 @@ async def test_failure_of_the_function_is_that_events_own_and_stops_its_key():
     sink = MemorySink()
     batch = [claim("k1", "k"), claim("k2", "k"), claim("k3", "k"), claim("j1", "j")]
     outcomes = await TransformSink(sink, fail).deliver(batch)
-    failed = Retry("The transform failed: ValueError: cannot read it")
+    failed = outcomes[1]
+    assert isinstance(failed, Retry)
+    text, *calls = failed.error.splitlines()
+    assert text == "The transform failed: ValueError: cannot read it"
+    assert calls[-1] == '    raise ValueError("cannot read it")'
     assert outcomes == [DELIVERED, failed, RELEASED, DELIVERED]
     assert names(sink) == ["k1", "j1"]
 
