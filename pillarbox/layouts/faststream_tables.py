@@ -18,6 +18,7 @@ from sqlalchemy.orm import Mapped
 from pillarbox.layouts.layout import Variant
 from pillarbox.layouts.mixin import Mixin
 from pillarbox.layouts.naming import check_identifier, find_table, index_name, named_check
+from pillarbox.layouts.variants import only_on
 
 TABLE: Final = "outbox"
 _DIALECTS: Final = ("postgresql",)
@@ -69,7 +70,7 @@ def _lease_check(table: str, metadata: sa.MetaData) -> sa.CheckConstraint:
 
 def _partial(table: str, suffix: str, *columns: Any, where: str, unique: bool = False) -> sa.Index:
     name = index_name(f"{table}_{suffix}", _DIALECTS)
-    return sa.Index(name, *columns, unique=unique, postgresql_where=sa.text(where))
+    return only_on(sa.Index(name, *columns, unique=unique, postgresql_where=sa.text(where)), *_DIALECTS)
 
 
 def _outbox_indexes(table: str, release: _Release = "0.13") -> list[sa.Index]:
@@ -87,7 +88,8 @@ def _outbox_indexes(table: str, release: _Release = "0.13") -> list[sa.Index]:
 
 
 def _dlq_indexes(table: str, c: Any) -> list[sa.Index]:
-    return [sa.Index(index_name(f"{table}_queue_failed_idx", _DIALECTS), c["queue"], c["failed_at"])]
+    name = index_name(f"{table}_queue_failed_idx", _DIALECTS)
+    return [only_on(sa.Index(name, c["queue"], c["failed_at"]), *_DIALECTS)]
 
 
 def declare_outbox(

@@ -40,12 +40,16 @@ MAX_ATTEMPTS: Final = 6
 LEASE: Final = timedelta(seconds=300)
 MAX_AHEAD: Final = timedelta(days=365)
 MAX_PAYLOAD: Final = 1_000_000
+MAX_DEPTH: Final = 254
+MAX_SCALE: Final = 16_383
 MAX_HEADERS: Final = 100
 MAX_NAME: Final = 64
 MAX_VALUE: Final = 512
-# Where a number may have more than 64 bits: the rest is not worth looking at twice.
+# Where a number may be too large or too fine: the rest is not worth looking at twice.
 _LARGE_NUMBER: Final = re.compile(rb"[0-9]{19}|[0-9][eE]")
 _DIGITS: Final = 308
+# PostgreSQL reads no larger one, not even of zero.
+_MAX_EXPONENT: Final = 1_000_000_000
 
 _COMMON: Final = {
     "id": "id",
@@ -131,6 +135,8 @@ def _check(name: str, is_inbox: bool) -> Callable[[Any], None]:
 
     def check(event: Any) -> None:
         check_object(event, layout=name, is_empty_allowed=False)
+        if _is_deep(event.payload):
+            raise _refuse(event, name, f"a payload of at most {MAX_DEPTH} levels", "a deeper one")
         size = _measure(event, name)
         if size > MAX_PAYLOAD:
             raise _refuse(event, name, f"a payload of at most {MAX_PAYLOAD} bytes", size)
@@ -147,14 +153,26 @@ def _check(name: str, is_inbox: bool) -> Callable[[Any], None]:
     return check
 
 
+def _is_deep(payload: bytes) -> bool:
+    # omni-box reads one level more than this; `orjson` writes just as many.
+    if payload.count(b"{") + payload.count(b"[") <= MAX_DEPTH:
+        return False
+    try:
+        orjson.dumps(orjson.loads(payload))
+    except TypeError:
+        return True
+    return False
+
+
 def _measure(event: Any, layout: str) -> int:
     """The size of a payload, or of what omni-box reads of it where that may be larger."""
     if _LARGE_NUMBER.search(event.payload) is None:
         return len(event.payload)
     try:
         read = orjson.dumps(json.loads(event.payload, parse_float=_as_stored))
-    except (TypeError, ValueError):
-        raise _refuse(event, layout, "a payload whose whole numbers have at most 64 bits", "a larger one") from None
+    except (TypeError, ValueError, ArithmeticError):
+        expected = f"whole numbers have at most 64 bits and others at most {MAX_SCALE} digits behind the point"
+        raise _refuse(event, layout, f"a payload whose {expected}", "another number") from None
     return max(len(event.payload), len(read))
 
 
@@ -162,7 +180,11 @@ def _as_stored(text: str) -> float:
     """A number as JSONB returns it: without digits behind the point it is written as a whole one."""
     number = Decimal(text)
     exponent = number.as_tuple().exponent
-    if number.adjusted() >= _DIGITS or not isinstance(exponent, int):
+    if not isinstance(exponent, int) or not -MAX_SCALE <= exponent <= _MAX_EXPONENT:
+        raise ValueError(text)
+    if not number:
+        return 0
+    if number.adjusted() >= _DIGITS:
         raise ValueError(text)
     return int(number) if exponent >= 0 else float(number)
 

@@ -33,14 +33,3 @@ def indexes_on(table: sa.Table, dialect: str) -> list[sa.Index]:
     """The indexes that a table has on a database, by name."""
     wanted = [index for index in table.indexes if dialect in index.info.get(_KEY, (dialect,))]
     return sorted(wanted, key=lambda index: str(index.name))
-
-
-def keep_indexes(metadata: sa.MetaData, dialect: str) -> sa.MetaData:
-    """Drop from a `MetaData` the indexes of other databases.
-
-    Alembic's autogenerate takes every index for one of the database it looks at: pass what this returns as
-    `target_metadata`.
-    """
-    for table in metadata.tables.values():
-        table.indexes.intersection_update(indexes_on(table, dialect))
-    return metadata

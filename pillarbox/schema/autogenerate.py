@@ -47,7 +47,8 @@ def prepare(context: AutogenContext, changes: UpgradeOps, schemas: set[str | Non
         return
     _replace_tables(context, own)
     tables = [table for table in context.sorted_tables if table.key in own]
-    _add_schemas(context, changes, schemas, tables)
+    wanted = [table for table in tables if context.run_object_filters(table, table.name, "table", False, None)]
+    _add_schemas(context, changes, schemas, wanted)
     _leave_partitions(context, tables)
 
 
@@ -73,8 +74,10 @@ def _replace_tables(context: AutogenContext, own: set[str]) -> None:
     for metadata in _declared(context):
         if own & metadata.tables.keys():
             # All of them: a table of ours may have a foreign key to another one.
-            apart = sa.MetaData(schema=metadata.schema, naming_convention=metadata.naming_convention)
-            copies |= {table.key: table.to_metadata(apart) for table in metadata.sorted_tables}
+            # Without a schema of its own: a table that says it has none would get that one.
+            apart = sa.MetaData(naming_convention=metadata.naming_convention)
+            tables = metadata.sorted_tables
+            copies |= {table.key: table.to_metadata(apart, referred_schema_fn=_keep_schema) for table in tables}
     for table in context.sorted_tables:
         if table.key in own:
             _make_plain(table, copies[table.key], context.dialect)
@@ -82,6 +85,10 @@ def _replace_tables(context: AutogenContext, own: set[str]) -> None:
     context.table_key_to_table = {
         key: copies[key] if key in own else table for key, table in context.table_key_to_table.items()
     }
+
+
+def _keep_schema(table: sa.Table, to: str | None, key: sa.ForeignKeyConstraint, referred: str | None) -> str | None:
+    return key.referred_table.schema
 
 
 def _declared(context: AutogenContext) -> list[sa.MetaData]:
@@ -131,8 +138,8 @@ def _add_schemas(
     added = {schema for schema in named & there if context.run_name_filters(schema, "schema", {})}
     schemas |= added
     # Other tables there are not this application's.
-    ours = {(table.schema, table.name) for table in tables}
-    _filter_tables(context, lambda schema, name: schema not in added or (schema, name) in ours)
+    declared = {(table.schema, table.name) for table in context.sorted_tables}
+    _filter_tables(context, lambda schema, name: schema not in added or (schema, name) in declared)
 
 
 def _leave_partitions(context: AutogenContext, tables: list[sa.Table]) -> None:

@@ -153,8 +153,9 @@ def compare_tables(
     }
     # The first of those that differ least: a table that is not there is made in the layout's own spelling.
     nearest = min(layout.variants, key=lambda variant: len(drifts[variant.name]))
-    better = drifts.get(nearest.better or "", [])
-    hints = [drift for drift in better if drift.kind == "index" and drift not in drifts[nearest.name]]
+    # Only where nothing is wrong: beside a drift their statements would mend that as well.
+    better = drifts.get(nearest.better or "", []) if not drifts[nearest.name] else []
+    hints = [drift for drift in better if drift.kind == "index"]
     return Comparison(nearest.name, drifts[nearest.name], hints)
 
 

@@ -81,7 +81,7 @@ def _create(db: sa.Connection, store: SqlStore, dry_run: bool) -> list[Created]:
     drifts = compare_tables(db, store.layout, tables).drifts
     # Beside a table of another system's only ours is made; that one may have been made a little differently.
     others = {tables["outbox"].fullname} if "state" in tables else set()
-    _refuse([drift for drift in drifts if drift.kind != "table" and drift.table not in others])
+    _refuse([drift for drift in drifts if drift.kind != "table" and drift.table not in others], store.layout)
     drifts = [drift for drift in drifts if drift.kind == "table"]
     made = {drift.table: drift.statements for drift in drifts}
     if made:
@@ -91,14 +91,16 @@ def _create(db: sa.Connection, store: SqlStore, dry_run: bool) -> list[Created]:
     return [Created(table.fullname, made.get(table.fullname, ())) for table in tables.values()]
 
 
-def _refuse(drifts: list[Drift]) -> None:
+def _refuse(drifts: list[Drift], layout: Layout) -> None:
     if drifts:
+        # Of several variants the migration is for the nearest: with one only, that one was asked for.
+        variant = f" --variant {layout.variants[0].name}" if len(layout.variants) == 1 else ""
         names = sorted({drift.table for drift in drifts})
         is_one = len(names) == 1
         raise SchemaError(
             f"{'Table' if is_one else 'Tables'} {', '.join(map(repr, names))} {'exists' if is_one else 'exist'} but "
             f"{'is' if is_one else 'are'} not what the layout declares. {'. '.join(map(str, drifts))}. Run `pillarbox "
-            "schema diff` for the migration, or choose another table; nothing was changed."
+            f"schema diff{variant}` for the migration, or choose another table; nothing was changed."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from alembic.autogenerate import renderers
 from alembic.autogenerate.api import AutogenContext
+from alembic.operations import Operations
 from alembic.operations.ops import CreateIndexOp, DropIndexOp, MigrateOperation, OpContainer
 
 from pillarbox.schema.ddl import schema_statement
@@ -35,6 +36,16 @@ class KeepSchema(MigrateOperation):
 
     def __init__(self, schema: str) -> None:
         self.schema = schema
+
+
+@Operations.implementation_for(MakeSchema)
+def _make(operations: Operations, operation: MakeSchema) -> None:
+    operations.execute(schema_statement(operation.dialect, operation.schema))
+
+
+@Operations.implementation_for(KeepSchema)
+def _keep(operations: Operations, operation: KeepSchema) -> None:
+    pass
 
 
 @renderers.dispatch_for(MakeSchema)

@@ -159,6 +159,22 @@ async def test_openoutbox_must_have_its_maintenance_where_it_was_asked_for(postg
     assert (await compare_schema(postgres, "openoutbox", variant="open-outbox.sql")).hints == []
 
 
+async def test_hint_is_given_only_where_nothing_is_wrong() -> None:
+    """On SQLite the statements of a hint would make the table anew, to mend what is wrong."""
+    made = ddl("openoutbox", "sqlite", variant="open-outbox.sql")
+    assert "last_error TEXT" in made
+    with own_engine("sqlite") as engine:
+        execute(engine, *filter(str.strip, made.replace("last_error TEXT", "last_error VARCHAR(10)").split(";\n")))
+        found = await compare_schema(engine, "openoutbox")
+        assert (found.variant, [drift.name for drift in found.drifts]) == ("open-outbox.sql", ["last_error"])
+        assert found.hints == []
+        execute(engine, *(each for each in found.drifts[0].statements if not each.startswith("--")))
+        found = await compare_schema(engine, "openoutbox")
+        assert found.drifts == []
+        assert [hint.name for hint in found.hints] == ["idx_openoutbox_prune_dead", "idx_openoutbox_prune_delivered"]
+        assert not any("DROP TABLE" in statement for hint in found.hints for statement in hint.statements)
+
+
 SIDE_TABLE = "events_state"
 """Ours, which no other system makes."""
 
@@ -256,13 +272,22 @@ async def test_each_variant_is_made_when_asked_for(layout: str, variant: str, na
 async def test_another_variant_than_the_one_asked_for_is_refused(postgres: sa.Engine) -> None:
     execute(postgres, *OMNIBOX["omnibox"])
     url = postgres.url.set(drivername="postgresql")
-    with pytest.raises(SchemaError, match="'outbox_events' exists but is not what the layout declares"):
+    with pytest.raises(SchemaError, match="'outbox_events' exists but is not what the layout declares") as refused:
         await create(url, layout="omnibox", variant="page")
+    # The other command finds something only when it is asked for the same.
+    assert "Run `pillarbox schema diff --variant page` for the migration" in str(refused.value)
+    execute(postgres, "ALTER TABLE outbox_events ALTER topic DROP NOT NULL")
+    with pytest.raises(SchemaError, match="Run `pillarbox schema diff` for the migration"):
+        await create(url, layout="omnibox")
 
 
 def test_unknown_variants_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"^Layout 'omnibox': expected variant page, 0.3.1; got '0.3'$"):
+    with pytest.raises(LayoutError) as refused:
         ddl("omnibox", "postgresql", variant="0.3")
+    assert str(refused.value) == (
+        "Layout 'omnibox': expected variant page (the DDL of omni-box's page), 0.3.1 (`create_all` of the models of "
+        "omni-box 0.3.1); got '0.3'"
+    )
     with pytest.raises(LayoutError, match=r"^Layout 'debezium': it has no variants; got 'page'$"):
         ddl("debezium", "postgresql", variant="page")
 

@@ -96,6 +96,8 @@ UNREADABLE: list[dict[str, Any]] = [
     *({name: text} for text in BLANK for name in ("type", "topic", "key", "aggregate_type", "dedup_key")),
     *({name: "  "} for name in ("schema_version", "correlation_id", "causation_id", "trace_id")),
     {"payload": {"text": "\0"}},
+    # PostgreSQL reads the first value too, though the second one is kept.
+    {"payload": b'{"text": "\\u0000", "text": ""}', "content_type": "application/json"},
 ]
 
 
@@ -186,7 +188,8 @@ async def test_replay_says_that_it_is_late_only_where_it_can_read_that(
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
-# JSONB writes a whole number with all its digits, and omni-box cannot read one of more than 64 bits.
+# JSONB writes a whole number with all its digits, and omni-box cannot read one of more than 64 bits. It holds no more
+# than 16383 digits behind the point: the server would abort the caller's transaction.
 TOO_LARGE = [
     b'{"n": 1e30}',
     b'{"n": [{"n": -9223372036854775809}]}',
@@ -194,8 +197,16 @@ TOO_LARGE = [
     b'{"n": 1.25e300}',
     b'{"n": %s}' % (b"9" * 5000),
     b'{"n": [%s]}' % b",".join([b"1e18"] * 60_000),
+    b'{"n": 1e-16384}',
+    b'{"n": 1.5e-16383}',
+    b'{"n": 0.%s}' % (b"1" * 16_384),
+    b'{"n": 1e-999999999999999999999}',
+    b'{"n": 0e-16384}',
+    b'{"n": 0e999999999999999999999}',
+    b'{"n": 0e1073741823}',
 ]
 NUMBERS = [b'{"n": 18446744073709551615, "m": -9223372036854775808}', b'{"n": 1e19, "m": 1.5e-300, "o": "1e30"}']
+NUMBERS += [b'{"n": 0e500, "m": -0e400, "o": 0.0e1000000000}', b'{"n": 1e-16383, "m": 0e-16383}']
 
 
 @each_outbox
@@ -214,6 +225,51 @@ def test_number_that_it_can_read_is_put(omnibox: OmniBoxTables, table: str, payl
     put(omnibox, table, make_event(payload=payload, content_type="application/json"))
     [read] = omnibox.peer.call("claim", table=table, limit=10)
     assert read["payload"] == json.loads(payload)
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+def nest(levels: int, kind: str) -> bytes:
+    """A JSON object of so many levels."""
+    if kind == "objects":
+        return b'{"a":' * levels + b"1" + b"}" * levels
+    inner = levels - 1
+    return b'{"a":' + b"[" * inner + (b"" if kind == "empty" else b"1") + b"]" * inner + b"}"
+
+
+KINDS = ["objects", "arrays", "empty"]
+
+
+@each_outbox
+@pytest.mark.parametrize("kind", KINDS)
+def test_payload_of_254_levels_is_read_by_it(omnibox: OmniBoxTables, table: str, kind: str) -> None:
+    put(omnibox, table, make_event(payload=nest(254, kind), content_type="application/json"))
+    inbox = table.replace("outbox", "inbox")
+    take(omnibox, inbox, Message("m", "g", "t", nest(254, kind), content_type="application/json"), "pending")
+    for each in (table, inbox):
+        [read] = omnibox.peer.call("claim", table=each, limit=10)
+        assert read["payload"] == json.loads(nest(254, kind))
+
+
+@each_outbox
+@pytest.mark.parametrize("levels", [255, 256, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_deeper_payload_is_refused(omnibox: OmniBoxTables, table: str, kind: str, levels: int) -> None:
+    payload, inbox = nest(levels, kind), table.replace("outbox", "inbox")
+    with pytest.raises(InvalidEvent, match="expects a payload of at most 254 levels, got a deeper one"):
+        put(omnibox, table, make_event(payload=payload, content_type="application/json"))
+    with pytest.raises(InvalidEvent, match="expects a payload of at most 254 levels, got a deeper one"):
+        take(omnibox, inbox, Message("m", "g", "t", payload, content_type="application/json"), "pending")
+
+
+def test_payload_of_256_levels_stops_it(omnibox: OmniBoxTables) -> None:
+    """Why it is refused."""
+    put(omnibox, "outbox", make_event(key="good"), make_event(key="odd"))
+    deep = nest(256, "objects").decode()
+    omnibox.run("outbox", "UPDATE {table} SET payload = CAST(:deep AS JSONB) WHERE partition_key = 'odd'", deep=deep)
+    with pytest.raises(OmniBoxFailed, match="payload"):
+        omnibox.peer.call("claim", table="outbox", limit=10)
 
 
 # -- generated events --------------------------------------------------------------------------------------------------
