@@ -1,7 +1,8 @@
 """Urls and the secrets in them: the one place that knows what of a url, an option or an error text may be shown.
 
 A password that should have been escaped may contain /, ?, # or another @. So everything between the scheme and the
-last @ counts as login, whatever a parser makes of it.
+last @ counts as login, whatever a parser makes of it. An @ behind a ? may also stand in an option: then nothing behind
+the servers is shown, and the url of a database is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ _SECRET_NAME: Final = re.compile(
 # Keys of events, and where they are taken from.
 _OPEN_NAMES: Final = frozenset({"key", "key_from", "routing_key", "partition_key"})
 # Also as other programs write them: "host=db;password=…".
-_OPTION: Final = re.compile(r"([^=&?;#/,\s]+)=(?=.)", re.DOTALL)
+_OPTION: Final = re.compile(r"([^=&?;#/,\s]+)=")
+# Not /: a password in base64 may have one, and end with =.
+_IN_LOGIN: Final = re.compile(r"(?:^|[?&;#,\s])([^=&?;#/,:\s]+)=")
+# As the options of drivers and brokers are called; what stands before another = may be a part of a password.
+_PLAIN_OPTION: Final = re.compile(r"[a-z][a-z0-9_.-]*=")
+_OPTION_NAMES: Final = re.compile(rf"(?<=[?&;\s]){_PLAIN_OPTION.pattern}")
 _RESERVED: Final = re.compile(r"[@:/?#&=\[\],;\s]+")
 # Fields of the event, in { }, are no part of the address that is given.
 _BETWEEN: Final = re.compile(r"[/?&=]|\{[^{}]*\}")
@@ -59,6 +65,11 @@ class _Parts(NamedTuple):
     login: str | None
     rest: str
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the @ may be a part of an option."""
+        return self.login is not None and ("?" in self.login or _has_secret_option(self.login))
+
 
 def _take_apart(url: str) -> _Parts:
     match = _SCHEME.match(url)
@@ -67,25 +78,50 @@ def _take_apart(url: str) -> _Parts:
     return _Parts(scheme, login if at else None, rest)
 
 
+def _has_secret_option(login: str) -> bool:
+    return any(is_secret_name(unquote(match[1])) for match in _IN_LOGIN.finditer(login))
+
+
+def is_doubtful(url: str) -> bool:
+    """Whether a bare @ may belong to the login or to an option: whoever reads it may show a part of a password."""
+    return _take_apart(url).is_doubtful
+
+
 def mask_url(url: str) -> str:
     """Return the url as it may be shown: without passwords, tokens and other secrets."""
-    scheme, login, rest = _take_apart(url)
+    parts = _take_apart(url)
+    scheme, login, rest = parts
     is_web = _is_web(scheme)
     if is_web and (not scheme.endswith("//") or _AUTHORITY.fullmatch(login or "") is None):
         # Slashes are missing, an @ is in the path, or a / in the password: nobody knows where the host stands.
         return f"{scheme}…"
+    if parts.is_doubtful:
+        return _mask_doubtful(scheme, url[len(scheme) :])
     # A webhook's login is all secret, as its path is: tokens stand there.
     if login is not None and not is_web:
-        user, _, password = login.partition(":")
-        # Without // nobody knows where the user ends and the password begins; alone, a user may be a token.
-        is_user = password and scheme.endswith("//") and _USER.fullmatch(user)
-        scheme += f"{user}:{MASK}@" if is_user else f"{MASK}@"
+        scheme += _mask_login(scheme, login)
     if "//" in scheme:
         hosts, path = _split_hosts(rest)
         if is_web:
             path = "/…" if path.strip("/") else ""
         rest = ",".join(map(_mask_host, hosts.split(","))) + path
     return scheme + _mask_options(rest)
+
+
+def _mask_login(scheme: str, login: str) -> str:
+    user, _, password = login.partition(":")
+    # Without // nobody knows where the user ends and the password begins; alone, a user may be a token.
+    is_user = password and scheme.endswith("//") and _USER.fullmatch(user)
+    return f"{user}:{MASK}@" if is_user else f"{MASK}@"
+
+
+def _mask_doubtful(scheme: str, text: str) -> str:
+    before, _, options = text.partition("?")
+    hosts, path = _split_hosts(before)
+    is_address = "@" not in before and _PLAIN_OPTION.match(options) and all(map(_HOST.fullmatch, hosts.split(",")))
+    if is_address and scheme.endswith("//"):
+        return f"{scheme}{hosts}{'/' if path else '?'}…"
+    return f"{scheme}{_mask_login(scheme, before)}…"
 
 
 def _is_web(scheme: str) -> bool:
@@ -104,8 +140,25 @@ def _mask_host(host: str) -> str:
 
 
 def _mask_options(text: str) -> str:
-    parts = ((part, _find_secret(part)) for part in text.split("&"))
-    return "&".join(part if at is None else part[:at] + MASK for part, at in parts)
+    return "&".join(shown + MASK if secret else shown for shown, secret in _split_options(text))
+
+
+def _split_options(text: str) -> Iterator[tuple[str, str]]:
+    """The options of a text, each as what may be shown of it and the secret that follows.
+
+    A secret with a bare & goes on to the next option.
+    """
+    shown, secret, is_secret = "", "", False
+    for number, part in enumerate(text.split("&")):
+        if is_secret and _PLAIN_OPTION.match(part) is None:
+            secret += f"&{part}"
+            continue
+        if number:
+            yield shown, secret
+        at = _find_secret(part)
+        is_secret = at is not None
+        shown, secret = part[:at], part[at:] if is_secret else ""
+    yield shown, secret
 
 
 def _find_secret(part: str) -> int | None:
@@ -161,21 +214,32 @@ def _find(value: object, *, is_secret: bool = False) -> Iterator[str]:
 
 
 def _of_url(url: str) -> Iterator[str]:
-    scheme, login, rest = _take_apart(url)
+    parts = _take_apart(url)
+    scheme, login, rest = parts
     if login is not None:
         user, _, password = login.partition(":")
         # A login without a password is a token if it is long, else the name of a user.
         yield password or (user if len(user) >= _TOKEN else "")
-        if "@" in login or "/" in login or "?" in login or "#" in login:
-            yield from _RESERVED.split(login)
-    written = ((part, _find_secret(part)) for part in rest.split("&"))
-    yield from (part[at:] for part, at in written if at is not None)
+        # Without // the user may be what looks like a scheme.
+        if not scheme.endswith("//") or not {"@", "/", "?", "#"}.isdisjoint(login):
+            yield from _split_secret(login)
+    if parts.is_doubtful:
+        rest = url[len(scheme) :]
+        yield from _split_secret(rest)
+    for _, secret in _split_options(rest):
+        yield secret
+        yield from _split_secret(secret)
     yield from (value for name, value in parse_qsl(rest.partition("?")[2]) if is_secret_name(name))
     if _is_web(scheme):
         _, target = _split_hosts(rest)
         yield from (target, target.partition("?")[0])
         # Alone, a plain word of the path is no secret: it would be found everywhere.
         yield from (part for part in _BETWEEN.split(target) if not _WORD.fullmatch(part))
+
+
+def _split_secret(text: str) -> list[str]:
+    """The pieces of a secret, which a parser may take for something else; the names of options are none."""
+    return _RESERVED.split(_OPTION_NAMES.sub("&", text))
 
 
 def _forms(secret: str) -> Iterable[str]:
@@ -197,10 +261,14 @@ def parse_database_url(url: str | sa.URL, *, what: str, expected: str) -> sa.URL
         parsed = sa.make_url(url)
     except (sa.exc.ArgumentError, ValueError):
         raise _unreadable(url, what, expected) from None
-    if parsed.host is None and parsed.username is None:
+    is_local = parsed.host is None and parsed.username is None
+    is_doubtful = isinstance(url, str) and _take_apart(url).is_doubtful and parsed.get_backend_name() != "sqlite"
+    if is_doubtful or (not is_local and "@" in f"{parsed.host}{parsed.database}"):
+        raise ConfigError(
+            f"{what}: the url {_show(url)!r} has a bare '@' in its password, name or options; write it as %40"
+        )
+    if is_local:
         return parsed
-    if "@" in f"{parsed.host}{parsed.database}":
-        raise ConfigError(f"{what}: the url {_show(url)!r} has a bare '@' in its password or name; write it as %40")
     hosts = parsed.query.get("host", ())
     if "," in (parsed.host or "") or len(hosts if isinstance(hosts, tuple) else (hosts,)) > 1:
         raise _several(url, what)
@@ -211,11 +279,15 @@ def parse_database_url(url: str | sa.URL, *, what: str, expected: str) -> sa.URL
 
 def check_options(url: sa.URL, known: Collection[str], *, driver: str, what: str) -> None:
     """Raise `ConfigError` for an option in the url of a database that its driver does not have, or cannot read."""
+    is_behind_secret = False
     for name in url.query:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             expected = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
-            raise ConfigError(f"{what} {show_database(url)!r}: its url has an unknown option {name!r}; {expected}")
+            # A secret with a bare & goes on there.
+            shown = MASK if is_behind_secret and not _PLAIN_OPTION.fullmatch(f"{name}=") else name
+            raise ConfigError(f"{what} {show_database(url)!r}: its url has an unknown option {shown!r}; {expected}")
+        is_behind_secret |= is_secret_name(name)
     try:
         url.set(drivername=driver).get_dialect()().create_connect_args(url)
     except ValueError as error:
@@ -224,6 +296,10 @@ def check_options(url: sa.URL, known: Collection[str], *, driver: str, what: str
 
 def show_database(url: sa.URL) -> str:
     """A database's url as it may be shown: without its password, and without its query, which may carry secrets."""
+    has_login = (url.host, url.username) != (None, None)
+    if has_login and ("@" in f"{url.host}{url.database}" or _has_secret_option(f"{url.username}:{url.password}")):
+        # Of a password or an option with a bare @, the end may have become the host or the name.
+        return sa.URL.create(url.drivername, url.username, url.password, "…").render_as_string(hide_password=True)
     at = _find_secret(url.database or "")
     named = url if at is None else url.set(database=f"{url.database}"[:at] + MASK)
     shown = named.set(query={}).render_as_string(hide_password=True)

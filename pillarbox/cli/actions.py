@@ -28,12 +28,13 @@ from pillarbox.cli.options import (
     takes_filter,
     takes_rows,
 )
-from pillarbox.cli.output import print_json, progress, say_count
+from pillarbox.cli.output import print_json, progress
 from pillarbox.cli.terminal import echo
 from pillarbox.config import Config
 from pillarbox.layouts.clock import now
 from pillarbox.stores import Filter
 from pillarbox.stores.sql import SqlStore
+from pillarbox.wording import say_count
 
 CHUNK = 1000
 

@@ -45,7 +45,7 @@ def bench(
     events: Annotated[
         int, typer.Option("--events", metavar="N", min=1, help="How many events each step moves.")
     ] = 10_000,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Events a transaction.")] = 500,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Events per transaction.")] = 500,
     as_json: JsonOption = False,
 ) -> None:
     """Measure put and relay on your database, in a table of its own."""

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from pillarbox.cli.options import ActorOption, JsonOption, Load, connect_parts, default_actor, takes_rows
-from pillarbox.cli.output import print_json, print_table, say_count
+from pillarbox.cli.output import print_json, print_table
 from pillarbox.config import Config
 from pillarbox.stores.checking import Fault
+from pillarbox.wording import say_count
 
 MendOption = Annotated[bool, typer.Option("--mend", help="Mend what can be mended.")]
 

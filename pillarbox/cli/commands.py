@@ -23,7 +23,7 @@ from pillarbox.cli.relay import leave_threads_behind, relay
 from pillarbox.cli.schema import app as schema
 from pillarbox.cli.status import audit, prune, status
 from pillarbox.cli.sync import app as sync
-from pillarbox.cli.terminal import echo, forget_secrets, hide_secrets, keep_secret
+from pillarbox.cli.terminal import echo, forget_secrets, hide_in_error, hide_secrets, keep_secret
 from pillarbox.errors import PillarboxError, SinkUnavailable, StoreUnavailable
 
 # click's, or that of the copy of click in newer releases of Typer.
@@ -98,10 +98,10 @@ def run() -> None:
         _fail(error, code=1)
     except Exception as error:
         if not wants_tracebacks():
-            _complain(f"pillarbox: {type(error).__name__}: {error}")
-            _complain("hint: this is a defect; run again with -vv for the traceback")
+            _complain(f"{type(error).__name__}: {hide_secrets(str(error))}")
+            _advise("this is a defect; run again with -vv for the traceback")
         else:
-            _complain("".join(traceback.format_exception(error)))
+            _print_traceback(error)
         sys.exit(1)
 
 
@@ -111,16 +111,25 @@ def _fail(error: Exception, *, code: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     if wants_tracebacks():
-        _complain("".join(traceback.format_exception(error)))
-    _complain(f"pillarbox: {' '.join(str(error).split())}")
+        _print_traceback(error)
+    _complain(hide_in_error(" ".join(str(error).split())))
     hint = _hint(error)
     if hint:
-        _complain(f"hint: {hint}")
+        _advise(hint)
     sys.exit(code)
 
 
 def _complain(text: str) -> None:
-    echo(hide_secrets(text), err=True)
+    echo(f"pillarbox: {text}", err=True)
+
+
+def _advise(text: str) -> None:
+    # Not hidden: a mask of a word of ours would tell that it is the password.
+    echo(f"hint: {text}", err=True)
+
+
+def _print_traceback(error: Exception) -> None:
+    echo(hide_secrets("".join(traceback.format_exception(error))), err=True)
 
 
 def _hint(error: Exception) -> str | None:

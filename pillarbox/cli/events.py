@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from enum import StrEnum
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Final, cast, get_args
 from uuid import UUID
 
 import typer
@@ -21,6 +20,7 @@ from pillarbox.cli.options import (
     takes_filter,
     takes_rows,
 )
+from pillarbox.cli.output import STATES as FORMER_STATES
 from pillarbox.cli.output import print_json, print_table
 from pillarbox.cli.records import HEADINGS, describe_record, record_to_json, summarize_record
 from pillarbox.cli.terminal import echo
@@ -31,26 +31,15 @@ from pillarbox.stores import Filter, Record, State
 app = typer.Typer(help="List, show, redrive, drop and replay events.", no_args_is_help=True, rich_markup_mode=None)
 
 
-class InState(StrEnum):
-    """A part of an event's life."""
-
-    READY = "ready"
-    LEASED = "leased"
-    WAITING = "waiting"
-    BLOCKED = "blocked"
-    SCHEDULED = "scheduled"
-    DELIVERED = "delivered"
-    DEAD = "dead"
-    NEW = "new"
-    RETRYING = "retrying"
-    HELD = "held"
+_STATES: Final[tuple[str, ...]] = get_args(State)
+_LISTED: Final = f"{', '.join(_STATES[:-1])} or {_STATES[-1]}"
 
 
-_FORMER: Final[Mapping[InState, State]] = {
-    InState.NEW: "ready",
-    InState.RETRYING: "waiting",
-    InState.HELD: "leased",
-}
+def parse_state_option(text: str) -> str:
+    """Read a part of an event's life, also under its former name."""
+    if text not in (*_STATES, *FORMER_STATES):
+        raise typer.BadParameter(f"expected {_LISTED}; got {text!r}")
+    return text
 
 
 @app.command("list")
@@ -60,8 +49,8 @@ def list_events(
     load: Load,
     where: Filter,
     state: Annotated[
-        InState | None,
-        typer.Option(metavar="STATE", help="ready, leased, waiting, blocked, scheduled, delivered or dead."),
+        str | None,
+        typer.Option(parser=parse_state_option, metavar="STATE", help=f"{_LISTED}."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many, the newest first.")] = 50,
     as_json: JsonOption = False,
@@ -108,7 +97,7 @@ app.command()(replay)
 app.command()(check)
 
 
-async def _find(config: Config, where: Filter, state: InState | None, limit: int) -> Sequence[tuple[str, Record]]:
+async def _find(config: Config, where: Filter, state: str | None, limit: int) -> Sequence[tuple[str, Record]]:
     """The events that match, each with the sink or handler whose row it is; "" is nobody's yet."""
     wanted = None if state is None else _read_state(state)
     async with connect_parts(config) as parts:
@@ -120,13 +109,11 @@ async def _find(config: Config, where: Filter, state: InState | None, limit: int
     return found[:limit] if len(parts) == 1 else sorted(found, key=_put_at, reverse=True)[:limit]
 
 
-def _read_state(state: InState) -> State:
-    current = _FORMER.get(state)
-    if current is not None:
-        echo(f"hint: --state {state.value} is now called {current}; the old word goes with the next release", err=True)
-        return current
-    wanted: Any = state.value
-    return cast(State, wanted)
+def _read_state(state: str) -> State:
+    current = FORMER_STATES.get(state, state)
+    if current != state:
+        echo(f"hint: --state {state} is now called {current}; the old word goes with the next release", err=True)
+    return cast(State, current)
 
 
 def _put_at(found: tuple[str, Record]) -> datetime:

@@ -24,7 +24,7 @@ from pillarbox.cli.options import (
     parse_moment_option,
     takes_settings,
 )
-from pillarbox.cli.output import add_counts, counts_to_json, print_json, print_table, say_count
+from pillarbox.cli.output import add_counts, counts_to_json, print_json, print_table
 from pillarbox.cli.relay import Tally, run_group, summarize
 from pillarbox.cli.terminal import echo
 from pillarbox.config import Config
@@ -39,6 +39,7 @@ from pillarbox.notifications.relays import find_notifications, notification_rela
 from pillarbox.relay import Relay
 from pillarbox.retry import describe_error
 from pillarbox.stores.sql import SqlStore
+from pillarbox.wording import say_count
 
 log = logging.getLogger("pillarbox.cli")
 

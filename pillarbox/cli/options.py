@@ -300,7 +300,11 @@ async def connect_parts(config: Config) -> AsyncIterator[dict[str, SqlStore]]:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(connect(config))
         if config.store.recipient is not None:
-            await _check_recipient(first, config)
+            known = await describe_unknown_recipient(first, config)
+            if known is not None:
+                # A misspelt name is no empty answer.
+                name = config.store.recipient
+                raise ConfigError(f"Recipient {name!r}: there is no sink or handler of this name; {known}")
             yield {config.store.recipient: first}
             return
         parts = {"": first}
@@ -310,14 +314,15 @@ async def connect_parts(config: Config) -> AsyncIterator[dict[str, SqlStore]]:
         yield parts
 
 
-async def _check_recipient(store: SqlStore, config: Config) -> None:
-    """Refuse a recipient that has no rows, no settings and no handler: a misspelt name is no empty answer."""
+async def describe_unknown_recipient(store: SqlStore, config: Config) -> str | None:
+    """Say which recipients are known if the one in the settings has no rows, no settings and no handler; else None."""
+    _check_file(store)
     wanted = config.store.recipient
     known = {*config.sinks, *(name for name in await store.sinks() if name)}
     # Rows may wait for one whose relay has never run, and for a handler that only its registry knows.
-    if wanted not in known and not config.handlers.registry and not await store.events(Filter(), limit=1):
-        names = f"known are {', '.join(sorted(known))}" if known else "no sink or handler has rows here"
-        raise ConfigError(f"Recipient {wanted!r}: there is no sink or handler of this name; {names}")
+    if wanted in known or config.handlers.registry or await store.events(Filter(), limit=1):
+        return None
+    return f"known are {', '.join(sorted(known))}" if known else "no sink or handler has rows here"
 
 
 @asynccontextmanager

@@ -11,9 +11,10 @@ from typing import IO, Any, Final
 
 import orjson
 
-from pillarbox.cli.terminal import escape_json, show_line
+from pillarbox.cli.terminal import show_line
 from pillarbox.durations import format_duration
 from pillarbox.stores import Counts
+from pillarbox.wording import escape_json
 
 WIDEST = 10_000
 
@@ -103,11 +104,6 @@ def describe_counts(counts: Counts) -> str:
     """What remains, as part of a sentence."""
     parts = [f"{getattr(counts, name)} {words}" for name, words in _REMAINS.items() if getattr(counts, name)]
     return ", ".join(parts) or "nothing"
-
-
-def say_count(count: int, what: str) -> str:
-    """A number of things, in words."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def format_age(age: timedelta | None) -> str:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 import typer
 
 from pillarbox.cli.options import DryRunOption, JsonOption, Load, UsageError, connect, takes_settings
-from pillarbox.cli.output import print_json, say_count
+from pillarbox.cli.output import print_json
 from pillarbox.cli.terminal import echo
 from pillarbox.config import Config
 from pillarbox.errors import SchemaError, Unsupported
@@ -20,6 +20,7 @@ from pillarbox.schema.cron import partitions_sql
 from pillarbox.schema.gather import gather_delivered
 from pillarbox.schema.partitions import drop_partitions, ensure_partitions, is_partitioned, split_name
 from pillarbox.stores.sql import SqlStore
+from pillarbox.wording import say_count
 
 app = typer.Typer(help="Make and drop monthly partitions.", no_args_is_help=True, rich_markup_mode=None)
 

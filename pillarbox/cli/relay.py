@@ -28,14 +28,15 @@ from pillarbox.cli.options import (
     Load,
     UsageError,
     check_stores,
+    describe_unknown_recipient,
     duration_option,
     parse_size_option,
     takes_rows,
 )
-from pillarbox.cli.output import add_counts, counts_to_json, describe_counts, print_json, say_count
+from pillarbox.cli.output import add_counts, counts_to_json, describe_counts, print_json
 from pillarbox.cli.signals import STOPPING, obeyed
 from pillarbox.config import Config
-from pillarbox.errors import SinkUnavailable, StoreUnavailable
+from pillarbox.errors import PillarboxError, SinkUnavailable, StoreUnavailable
 from pillarbox.event import Outcome
 from pillarbox.group import RelayGroup
 from pillarbox.hooks import Hook
@@ -43,6 +44,7 @@ from pillarbox.relay import Relay
 from pillarbox.stores import Batch, Counts, Settlement
 from pillarbox.stores.sql import SqlStore
 from pillarbox.urls import mask_url, show_database
+from pillarbox.wording import say_count
 
 log = logging.getLogger("pillarbox.cli")
 
@@ -77,10 +79,10 @@ def relay(
         typer.Option("--sink", metavar="URL", help="Destination: stdout:, file:path, null: or another."),
     ] = None,
     drain: Annotated[bool, typer.Option("--drain", help="Exit when nothing can be claimed now.")] = False,
-    batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Events a batch (500).")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Events per batch (500).")] = None,
     batch_bytes: Annotated[
         int | None,
-        typer.Option(parser=parse_size_option, metavar="SIZE", help="Payloads a batch, such as 64MB (64MB)."),
+        typer.Option(parser=parse_size_option, metavar="SIZE", help="Payloads per batch, such as 64MB (64MB)."),
     ] = None,
     in_flight: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Batches under way at once (2; SQLite 1).")
@@ -130,6 +132,11 @@ def relay(
     )
     if config.sink.url is None and not config.routes:
         raise UsageError("No sink given: use --sink URL, PILLARBOX_SINK, or url under [sink] in pillarbox.toml.")
+    if config.routes and config.store.recipient is not None:
+        raise UsageError(
+            f"--recipient {config.store.recipient!r}: the [[routes]] decide who gets a row; leave it out, also as "
+            "PILLARBOX_RECIPIENT and as recipient under [store]."
+        )
     tally, remains = asyncio.run(_run(config, drains=drain))
     log.info("%s", summarize(tally, remains))
     if as_json:
@@ -166,6 +173,10 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Mapping[str, Cou
         if relay.sink.is_local:
             await relay.sink.check()
 
+    async def look_first() -> None:
+        for relay in group.relays.values():
+            await _warn_of_unknown_recipient(config, relay)
+
     async def tell_start() -> None:
         for relay in group.relays.values():
             log.info("%s", _describe_start(config, relay, drains=drains))
@@ -174,14 +185,29 @@ async def _run(config: Config, *, drains: bool) -> tuple[Tally, Mapping[str, Cou
                 log.info("Sink %s: %s", name or mask_url(config.sink.url or ""), form.note)
         await _warn_of_stranded_rows(config, group)
 
-    return tally, await run_group(group, tally, drains=drains, tell_start=tell_start)
+    return tally, await run_group(group, tally, drains=drains, tell_start=tell_start, look_first=look_first)
 
 
 async def run_group(
-    group: RelayGroup, tally: Tally, *, drains: bool, tell_start: Callable[[], Awaitable[None]]
+    group: RelayGroup,
+    tally: Tally,
+    *,
+    drains: bool,
+    tell_start: Callable[[], Awaitable[None]],
+    look_first: Callable[[], Awaitable[None]] | None = None,
 ) -> Mapping[str, Counts] | None:
-    """Run relays until a signal comes, or drain them; returns what remains after a drain."""
-    starting = asyncio.create_task(_start(group, drains=drains, tell_start=tell_start), name="pillarbox-start")
+    """Run relays until a signal comes, or drain them; returns what remains after a drain.
+
+    `look_first` is called before they are opened, `tell_start` thereafter.
+    """
+
+    async def start() -> None:
+        if look_first is not None:
+            await look_first()
+        await _open(group, drains=drains)
+        await tell_start()
+
+    starting = asyncio.create_task(start(), name="pillarbox-start")
 
     def stop() -> None:
         group.stop()
@@ -214,14 +240,24 @@ async def run_group(
             signal.signal(number, signal.SIG_IGN)
 
 
-async def _start(group: RelayGroup, *, drains: bool, tell_start: Callable[[], Awaitable[None]]) -> None:
+async def _open(group: RelayGroup, *, drains: bool) -> None:
     try:
         await group.open()
     except StoreUnavailable:
         # A relay that runs on says itself that the store is down, and tries again until it is back.
         if drains:
             raise
-    await tell_start()
+
+
+async def _warn_of_unknown_recipient(config: Config, relay: Relay) -> None:
+    """Say that a name may be misspelt. It is no error: its rows may come later."""
+    if config.store.recipient is None or not isinstance(relay.store, SqlStore):
+        return
+    # Before the relay is opened, which makes the name known. What is wrong with the store is said then.
+    with suppress(PillarboxError):
+        known = await describe_unknown_recipient(relay.store, config)
+        if known is not None:
+            log.warning("Recipient %r: no sink or handler of this name has rows yet; %s", config.store.recipient, known)
 
 
 async def _warn_of_stranded_rows(config: Config, group: RelayGroup) -> None:

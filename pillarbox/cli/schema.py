@@ -18,7 +18,7 @@ from pillarbox.cli.options import (
     takes_settings,
 )
 from pillarbox.cli.output import print_json
-from pillarbox.cli.terminal import echo
+from pillarbox.cli.terminal import echo, show_page
 from pillarbox.config import Config
 from pillarbox.schema import DIALECTS, Comparison, Created, Drift, compare_store, create_tables, ddl, migration
 from pillarbox.stores.url import parse_store_url
@@ -105,7 +105,8 @@ def _print_comparison(layout: str, found: Comparison) -> None:
 
 def _print_drift(text: str, drift: Drift) -> None:
     echo(text)
-    typer.echo("".join(f"    {line}\n" for line in drift.statement.splitlines()), nl=False)
+    for line in show_page(drift.statement).splitlines():
+        echo(f"    {line}")
 
 
 @app.command()

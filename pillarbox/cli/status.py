@@ -31,7 +31,6 @@ from pillarbox.cli.output import (
     format_time,
     print_json,
     print_table,
-    say_count,
     working,
 )
 from pillarbox.cli.terminal import echo, hide_secrets, show_line
@@ -39,6 +38,7 @@ from pillarbox.config import Config
 from pillarbox.errors import SinkUnavailable
 from pillarbox.stores import Counts, Entry, Pruned
 from pillarbox.urls import mask_url
+from pillarbox.wording import say_count
 
 CHECK_SECONDS = 10
 _MEANING = {

@@ -13,7 +13,7 @@ import typer
 
 from pillarbox.cli import sync_dead
 from pillarbox.cli.options import JsonOption
-from pillarbox.cli.output import format_age, format_time, print_json, print_table, say_count
+from pillarbox.cli.output import format_age, format_time, print_json, print_table
 from pillarbox.cli.records import ERROR_WIDTH
 from pillarbox.cli.sync_options import (
     ConfigOption,
@@ -34,6 +34,7 @@ from pillarbox.sync.queues import QueueRef
 from pillarbox.sync.renumbering import renumber
 from pillarbox.sync.toml import load_sync_config
 from pillarbox.sync.verify import VerifyResult, verify_queues
+from pillarbox.wording import say_count
 
 app = typer.Typer(
     help="SQL write-behind: replay queued statements on remote databases.", no_args_is_help=True, rich_markup_mode=None

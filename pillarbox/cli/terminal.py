@@ -11,14 +11,12 @@ from typing import IO, Any, Final
 
 import typer
 
-from pillarbox.urls import Secrets
+from pillarbox.urls import Secrets, mask_url
+from pillarbox.wording import STEERING
 
-# C0 and C1 controls, what turns the direction of writing, invisible separators, and halves of surrogate pairs.
-_STEERING: Final = (
-    "\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
-)
-_LINE: Final = re.compile(f"[{_STEERING}]")
-_PAGE: Final = re.compile(f"(?![\n\t])[{_STEERING}]")
+_LINE: Final = re.compile(f"[{STEERING}]")
+_PAGE: Final = re.compile(f"(?![\n\t])[{STEERING}]")
+_SUBJECT: Final = re.compile(r"(?:Store|Sink|Source|Writer) ('?)(\S+)\1(?: \([\w.]+\))?")
 
 _secrets: list[Secrets] = []
 
@@ -31,11 +29,6 @@ def show_line(text: str) -> str:
 def show_page(text: str) -> str:
     """A text of several lines; ends of lines and tabs stay."""
     return _PAGE.sub(_escape, text)
-
-
-def escape_json(text: str) -> str:
-    """A JSON document with the same meaning: controls within its texts are written as JSON writes them."""
-    return _PAGE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -58,6 +51,14 @@ def hide_secrets(text: str) -> str:
     for each in _secrets:
         text = each.hide(text)
     return text
+
+
+def hide_in_error(text: str) -> str:
+    """Hide secrets in an error of ours, but not in what it begins with: a mask of a word of ours would tell them."""
+    subject, colon, rest = text.partition(": ")
+    match = _SUBJECT.fullmatch(subject)
+    is_ours = match is not None and mask_url(match[2]) == match[2]
+    return f"{subject}{colon}{hide_secrets(rest)}" if is_ours else hide_secrets(text)
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True, file: IO[Any] | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -19,7 +20,7 @@ from pillarbox.errors import ConfigError
 from pillarbox.event import BYTES, Event
 from pillarbox.sinks.message import DEFAULT_SOURCE, PREFIX, Message, MessageForm, write_header
 from pillarbox.sinks.refused import Refused
-from pillarbox.values import Read, one_of, read_text
+from pillarbox.values import Read, one_of, read_text, show
 
 FormName = Literal["pillarbox", "cloudevents", "openoutbox", "omnibox", "faststream", "debezium"]
 Render = Callable[[Event], Message]
@@ -36,7 +37,7 @@ FORMS: Final[Mapping[str, frozenset[str]]] = {
 """The forms, and the brokers that each has messages for."""
 
 FORM_OPTIONS: Final[dict[str, Read]] = {
-    "message": one_of(*FORMS),
+    "message": read_text,  # which there are for its broker is known where the sink is made
     "cloudevents": one_of("binary", "structured"),
     "cloudevents_source": read_text,
 }
@@ -101,12 +102,16 @@ def make_form(
         message = "pillarbox" if cloudevents is None else "cloudevents"
     if message not in FORMS or broker not in FORMS[message]:
         known = [name for name, brokers in FORMS.items() if broker in brokers]
-        raise ConfigError(f"Sink {sink!r} message: expected {_list(known)} for {broker}; got {message!r}")
+        close = get_close_matches(message, known, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"Sink {sink!r} message: expected {_list(known)} for {broker}; got {show(message)}{hint}")
     if message == "cloudevents":
         form = MessageForm(cloudevents=cloudevents or "binary", cloudevents_source=cloudevents_source, **options)
         return form.render
-    if cloudevents is not None:
-        raise ConfigError(f"Sink {sink!r} cloudevents: it is for message cloudevents, got {message!r}")
+    given = {"cloudevents": cloudevents is not None, "cloudevents_source": cloudevents_source != DEFAULT_SOURCE}
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"Sink {sink!r} {option}: it is for message cloudevents, got {message!r}")
     return MessageForm(**options).render if message == "pillarbox" else _FOREIGN[message, broker]
 
 

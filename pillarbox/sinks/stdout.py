@@ -1,4 +1,7 @@
-"""Standard output as a sink: one JSON line an event, for pipes and for looking.
+"""Standard output as a sink: one JSON line per event, for pipes and for looking.
+
+A terminal gets the controls in it as JSON escapes, which mean the same: events are written by others, and a control
+could rewrite the screen. A pipe gets the bytes as they were put.
 
 A reader that does not read must not keep the relay from stopping: so a chunk is written only when it fits
 without blocking, and between two chunks the delivery can be cancelled.
@@ -19,13 +22,14 @@ from pillarbox.sinks import Sink
 from pillarbox.sinks.lines import encode_lines
 from pillarbox.sinks.threads import acquire, run_stoppable
 from pillarbox.sinks.url import SinkUrl
+from pillarbox.wording import escape_json
 
 _GLANCE_MS: Final = 50
 _GONE: Final = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 
 class StdoutSink(Sink):
-    """Writes one JSON line an event to standard output, or to the `stream` given. Url: `stdout:`.
+    """Writes one JSON line per event to standard output, or to the `stream` given. Url: `stdout:`.
 
     `Delivered` means that the system has taken the line, not that the reader behind a pipe has read it.
     """
@@ -83,6 +87,8 @@ class StdoutSink(Sink):
     def _write(self, lines: bytes, stop: threading.Event) -> None:
         stream = self._choose_stream()
         stream.flush()
+        if stream.isatty():
+            lines = escape_json(lines.decode()).encode()
         descriptor = _find_descriptor(stream)
         if descriptor is None:
             _write_to_object(stream, lines)

@@ -95,7 +95,7 @@ def test_option_beside_the_url_is_checked_too():
     ("url", "shown"),
     [
         ("amqp://user:hunter2@host/vhost", "amqp://user:***@host/vhost"),
-        ("amqp://user:hun/te?r@2@host", "amqp://user:***@host"),
+        ("amqp://user:hun/te?r@2@host", "amqp://user:***@…"),
         ("https://hunter2@host/x", "https://host/…"),
         ("redis://:hunter2@host", "redis://:***@host"),
         ("redis:user:hunter2@host", "redis:***@host"),

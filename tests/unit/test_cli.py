@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 from pillarbox import Event
 from pillarbox.cli import main
 from pillarbox.cli.commands import app
+from pillarbox.cli.schema import _print_drift
+from pillarbox.schema import Drift
 from tests.acceptance.commands import Done, Run, Table, made
 
 
@@ -248,6 +250,47 @@ def test_what_others_wrote_cannot_steer_the_terminal(local: Table) -> None:
     assert (found["key"], found["payload"]) == ("k\u202e", f"text {STEERING}")
 
 
+def show(local: Table, payload: bytes) -> tuple[str, str]:
+    """An event's payload as `events show` prints it: on the page, and with --json."""
+    event = Event("made", payload, content_type="application/json")
+    local.put(event)
+    page = local.run("events", "show", str(event.id)).out.partition("\n\n")[2].removesuffix("\n")
+    return page, local.run("events", "show", str(event.id), "--json").out
+
+
+def test_event_is_shown_with_its_own_numbers(local: Table) -> None:
+    payload = b'{"n":12345678901234567890123,"f":1.0000000000000000001,"m":10.00,"e":2E5,"z":-0,"l":[1]}'
+    page, answer = show(local, payload)
+    assert page == (
+        '{\n  "n": 12345678901234567890123,\n  "f": 1.0000000000000000001,\n  "m": 10.00,\n  "e": 2E5,\n  "z": -0,\n'
+        '  "l": [\n    1\n  ]\n}'
+    )
+    assert f'"payload": {payload.decode()}' in answer
+
+
+def test_event_is_shown_as_it_is_when_its_layout_cannot_be_changed(local: Table) -> None:
+    twice = '{"a":1,"a":2.00}'
+    page, answer = show(local, twice.encode())
+    assert page == twice
+    assert f'"payload": {twice}' in answer
+
+
+def test_payload_in_an_answer_cannot_steer_the_terminal_and_stays_json(local: Table) -> None:
+    page, answer = show(local, '{\r\n\t"text": "a\x9b2J\u202e",\r\n"n": 1.00}'.encode())
+    assert page == '{\n  "text": "a\\x9b2J\\u202e",\n  "n": 1.00\n}'
+    assert answer.replace("\n", "").replace("\t", "").isprintable()
+    (found,) = orjson.loads(answer)
+    assert found["payload"] == {"text": "a\x9b2J\u202e", "n": 1.0}
+    assert '"n": 1.00' in answer
+
+
+@pytest.mark.parametrize("payload", [b"{broken", b"[NaN]", b'"\\ud800"', b"1e999"])
+def test_payload_that_programs_cannot_read_is_text(local: Table, payload: bytes) -> None:
+    page, answer = show(local, payload)
+    assert page == payload.decode()
+    assert orjson.loads(answer)[0]["payload"] == payload.decode()
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
@@ -298,6 +341,61 @@ def test_rows_say_whose_they_are_and_an_unknown_recipient_is_refused(local: Tabl
     done = local.run("events", "list", "--recipient", "warehose")
     assert (done.code, done.out) == (1, "")
     assert "Recipient 'warehose': there is no sink or handler of this name; known are audit, warehouse" in done.err
+
+
+def test_relay_for_a_recipient_that_nobody_knows_says_so_once(local: Table) -> None:
+    done = local.run("relay", "--sink", "null:", "--drain", "--recipient", "nobody")
+    assert done.code == 0
+    assert (
+        " WARNING Recipient 'nobody': no sink or handler of this name has rows yet; no sink or handler has rows here\n"
+    ) in done.err
+    # From now on it has lanes: a relay has worked for it.
+    again = local.run("relay", "--sink", "null:", "--drain", "--recipient", "nobody")
+    assert (again.code, "WARNING" in again.err) == (0, False)
+    other = local.run("relay", "--sink", "null:", "--drain", "--recipient", "nobdy")
+    assert "Recipient 'nobdy': no sink or handler of this name has rows yet; known are nobody\n" in other.err
+
+
+def test_relay_for_a_recipient_with_rows_does_not_warn(local: Table) -> None:
+    local.put(made(1))
+    with local.engine.begin() as db:
+        db.exec_driver_sql(f"UPDATE {local.name} SET sink = 'mailer'")
+    done = local.run("relay", "--sink", "null:", "--drain", "--recipient", "mailer")
+    assert (done.code, "WARNING" in done.err, "1 delivered" in done.err) == (0, False, True)
+
+
+def test_relay_for_a_recipient_without_its_table_says_what_is_missing(call: Run, tmp_path: Path) -> None:
+    args = ("relay", "--sink", "null:", "--drain", "--store", "sqlite:///nothing.db")
+    assert call(*args, "--recipient", "nobody").err == call(*args).err
+    (tmp_path / "nothing.db").touch()
+    assert call(*args, "--recipient", "nobody").err == call(*args).err
+
+
+def test_recipient_beside_routes_is_refused_by_its_option(local: Table, tmp_path: Path) -> None:
+    (tmp_path / "pillarbox.toml").write_text("[sinks.aa]\nurl = 'null:'\n[[routes]]\nto = ['aa']\n")
+    done = local.run("relay", "--drain", "--recipient", "bb")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("pillarbox: --recipient 'bb': the [[routes]] decide who gets a row; leave it out")
+
+
+def test_unknown_state_is_answered_with_the_current_ones(call: Run) -> None:
+    done = call("events", "list", "--state", "x", "--store", "sqlite:///nothing.db")
+    assert done.code == 2
+    assert "expected ready, leased, waiting, blocked, scheduled, delivered or dead; got 'x'" in done.err
+    assert not re.search("new|retrying|held", done.err)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_no_help_says_a_where_per_is_meant(name: str) -> None:
+    texts = [COMMANDS[name].help, *(getattr(item, "help", None) or "" for item in COMMANDS[name].params)]
+    said = [text for text in texts if re.search(r"\b(events|payloads|rows|one) an? \w+", text, re.IGNORECASE)]
+    assert said == []
+
+
+def test_statements_that_mend_a_table_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    drift = Drift("outbox", "column", "a", "text", None, ("ALTER TABLE a\x1b[2J\n  ADD b\u202e",))
+    _print_drift("text", drift)
+    assert capsys.readouterr().out == "text\n    ALTER TABLE a\\x1b[2J\n      ADD b\\u202e;\n"
 
 
 def test_value_that_is_none_of_the_choices_is_told_without_the_library_that_refused_it() -> None:

@@ -151,6 +151,23 @@ def test_start_says_which_form_and_why() -> None:
         ("nats://h", {"message": "debezium"}, "expected pillarbox, cloudevents, openoutbox or faststream for nats"),
         ("redis://h", {"message": "openoutbox", "mode": "pubsub"}, "openoutbox has a form for streams only"),
         ("redis://h", {"message": "openoutbox", "cloudevents": "binary"}, "it is for message cloudevents"),
+        (
+            "redis://h",
+            {"message": "openoutbox", "cloudevents_source": "/shop"},
+            "cloudevents_source: it is for message",
+        ),
+        (
+            "redis://h?cloudevents_source=/shop",
+            {},
+            "cloudevents_source: it is for message cloudevents, got 'pillarbox'",
+        ),
+        (
+            "redis://h?message=foo",
+            {},
+            "message: expected pillarbox, cloudevents, openoutbox or faststream for redis; got 'foo'$",
+        ),
+        ("mqtt://h?message=pilarbox", {}, "or cloudevents for mqtt; got 'pilarbox'. Did you mean 'pillarbox'"),
+        ("redis://h", {"message": 5}, "message: expected text, got 5"),
         ("http://h/x", {"message": "pillarbox", "batch": 5}, "a batch is an array of CloudEvents"),
     ],
 )

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import re
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,18 +26,19 @@ from hypothesis import strategies as st
 
 from pillarbox.cli import main
 from pillarbox.config import load_config
-from pillarbox.errors import PillarboxError
+from pillarbox.errors import ConfigError, PillarboxError
 from pillarbox.inbox.database import _EngineDatabase
 from pillarbox.sinks import open_sink
 from pillarbox.sources.url import open_source
 from pillarbox.stores.url import open_store
 from pillarbox.sync.writers import open_writer
-from pillarbox.urls import Secrets, mask_url
+from pillarbox.urls import Secrets, mask_url, show_database
 from tests.contract.sources import Letters
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 LETTERS = "QXZJVKW"
 PASSWORDS = st.text(st.sampled_from(LETTERS * 3 + "@:/?#%&=+[]$,;~!'\"\\ é1"), min_size=6, max_size=24)
+PIECES = st.lists(st.sampled_from(["QXZJ", "VKWQX", "ZJ", *"@:/?#%&=+;,1"]), min_size=2, max_size=8).map("".join)
 HOWS: dict[str, Callable[[str], str]] = {
     "as it is": str,
     "escaped": lambda text: quote(text, safe=""),
@@ -112,7 +114,7 @@ def say(make: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("how", HOWS)
 @settings(max_examples=60, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(secret=PASSWORDS, scheme=st.sampled_from(SCHEMES), form=st.sampled_from(FORMS))
+@given(secret=PASSWORDS | PIECES, scheme=st.sampled_from(SCHEMES), form=st.sampled_from(FORMS))
 def test_no_part_of_a_password_is_in_a_name_or_an_error(how: str, secret: str, scheme: str, form: str) -> None:
     url = form.format(scheme=scheme, secret=HOWS[how](secret))
     check(secret, mask_url(url))
@@ -120,13 +122,117 @@ def test_no_part_of_a_password_is_in_a_name_or_an_error(how: str, secret: str, s
         check(secret, say(make))
 
 
+@pytest.mark.parametrize("how", HOWS)
 @settings(max_examples=60, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(secret=PASSWORDS, scheme=st.sampled_from(SCHEMES), form=st.sampled_from(QUERIES))
-def test_no_part_of_a_secret_option_is_in_a_name_or_an_error(secret: str, scheme: str, form: str) -> None:
-    url = form.format(scheme=scheme, secret=quote(secret, safe=""))
+@given(secret=PASSWORDS | PIECES, scheme=st.sampled_from(SCHEMES), form=st.sampled_from(QUERIES))
+def test_no_part_of_a_secret_option_is_in_a_name_or_an_error(how: str, secret: str, scheme: str, form: str) -> None:
+    url = form.format(scheme=scheme, secret=HOWS[how](secret))
     check(secret, mask_url(url))
     for make in make_everything(url):
         check(secret, say(make))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://u@h/db?password=a&SECRET", "postgresql://***@h/db?password=***"),
+        ("postgresql://u@h/db?password=&SECRET", "postgresql://***@h/db?password=***"),
+        ("postgresql://u@h/db?password=a&&SECRET&sslmode=off", "postgresql://***@h/db?password=***&sslmode=off"),
+        ("postgresql://u@h/db?password=a&SECRET=b&sslmode=off", "postgresql://***@h/db?password=***&sslmode=off"),
+        ("postgresql://u@h/db?password=&sslmode=off", "postgresql://***@h/db?password=&sslmode=off"),
+        ("postgresql://h/db?topic=a&b", "postgresql://h/db?topic=a&b"),
+    ],
+)
+def test_secret_option_goes_on_to_the_next_option(url: str, shown: str) -> None:
+    assert mask_url(url) == shown
+    assert Secrets(url).hide("no SECRET here, but sslmode off") == (
+        "no *** here, but sslmode off" if "SECRET" in url else "no SECRET here, but sslmode off"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://u@127.0.0.1:9/db?password=a@SECRET", "postgresql://***@…"),
+        ("postgresql://u:SECRET@127.0.0.1:9/db?sslpassword=a@SECRET", "postgresql://u:***@…"),
+        ("redis://127.0.0.1:9?password=a@SECRET", "redis://127.0.0.1:9?…"),
+        ("redis://127.0.0.1:9/0?password=a@SECRET", "redis://127.0.0.1:9/…"),
+        ("redis://[::1]:9,h:10?password=a@SECRET", "redis://[::1]:9,h:10?…"),
+        ("kafka://127.0.0.1:9?topic=a@b", "kafka://127.0.0.1:9?…"),
+        ("redis://ann:12?SECRET@127.0.0.1", "redis://ann:***@…"),
+        ("redis://SECRET?b@127.0.0.1", "redis://***@…"),
+        ("kafka://127.0.0.1:9;password=a@SECRET", "kafka://127.0.0.1:***@…"),
+        ("host=127.0.0.1 password=a@SECRET", "***@…"),
+    ],
+)
+def test_nothing_is_shown_from_an_at_sign_on_that_may_be_a_part_of_an_option(url: str, shown: str) -> None:
+    assert mask_url(url) == shown
+    assert mask_url(shown) == shown
+    hide = Secrets(url).hide
+    assert hide("unknown option 'password', 'topic' or 'sslpassword'") == (
+        "unknown option 'password', 'topic' or 'sslpassword'"
+    )
+    said = hide("cannot resolve SECRET; 'a@SECRET', '12?SECRET@127.0.0.1'")
+    assert ("SECRET" in said) == ("SECRET" not in url)
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "mysql", "mariadb"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "u@127.0.0.1:9/db?password=a@SECRET",
+        "127.0.0.1:9/db?password=a@SECRET",
+        "127.0.0.1/db?password=a@SECRET",
+        "u:b@127.0.0.1:9/db?sslpassword=a@SECRET",
+        "/db?password=a@SECRET",
+    ],
+)
+def test_bare_at_sign_in_an_option_of_a_database_is_refused_before_any_connection(
+    scheme: str, rest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError(f"connects: {args}")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    url = f"{scheme}://{rest}"
+    for command in COMMANDS:
+        code, said = run_here(*command, "--store", url)
+        assert code == 1
+        assert "has a bare '@' in its password, name or options; write it as %40" in said
+        assert "SECRET" not in said
+    with pytest.raises(ConfigError) as refused:
+        open_sink(url)
+    assert "SECRET" not in str(refused.value)
+
+
+def test_name_of_a_database_that_may_be_a_part_of_a_password_is_not_shown() -> None:
+    for secret in ("@/:SECRET", "a@b/SECRET", "a@SECRET"):
+        url = sa.make_url(f"postgresql://user:{secret}@127.0.0.1:1/shop")
+        assert show_database(url) == "postgresql://user:***@…"
+    # Taken apart by SQLAlchemy for an engine of the user's: the option is a part of the password there.
+    option = sa.make_url("postgresql://127.0.0.1:1/shop?sasl_password=a@SECRET")
+    assert show_database(option) == "postgresql://127.0.0.1:***@…"
+    assert show_database(sa.make_url("postgresql://u:a%3Fb%3Dc@h/shop")) == "postgresql://u:***@h/shop"
+    assert show_database(sa.make_url("sqlite:///a@b.db")) == "sqlite:///a%40b.db"
+    assert show_database(sa.make_url("mysql://ann%40x:pw@h/shop")) == "mysql://ann%40x:***@h/shop"
+
+
+@pytest.mark.parametrize("password", ["a/bKey=", "auth=b", "pw==", "a/b"])
+def test_password_that_looks_like_an_option_is_a_password(password: str) -> None:
+    url = f"postgresql://u:{password}@127.0.0.1:9/db"
+    assert mask_url(url) == "postgresql://u:***@127.0.0.1:9/db"
+    assert open_store(url).name == "postgresql://u:***@127.0.0.1:9/db (outbox)"
+
+
+def test_unknown_option_is_named_where_a_value_has_a_bare_at_sign() -> None:
+    with pytest.raises(ConfigError, match=r"'redis://127.0.0.1:9\?…': unknown option 'password'; scheme 'redis' takes"):
+        open_sink("redis://127.0.0.1:9?password=a@SECRET")
+
+
+def test_address_behind_an_at_sign_in_a_harmless_option_is_taken_as_it_is_meant() -> None:
+    assert open_sink("redis://127.0.0.1:9?stream=a@b").name == "redis://127.0.0.1:9?…"
 
 
 @pytest.mark.parametrize("url", ["https:/127.0.0.1/hook/{}", "https:127.0.0.1/hook/{}", "http:{}"])

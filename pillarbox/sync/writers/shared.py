@@ -26,7 +26,7 @@ from pillarbox.sinks.sql.failures import Kind
 from pillarbox.sync.binds import Dialect, count_binds, read_tokens
 from pillarbox.sync.refusals import refuse_unsafe
 from pillarbox.sync.writers import Statement
-from pillarbox.urls import mask_url
+from pillarbox.urls import is_doubtful, mask_url
 from pillarbox.values import Given, Read, as_number, check_known
 
 Result: TypeAlias = Mapping[str, Any]
@@ -55,6 +55,8 @@ def read_address(
 ) -> Address:
     """Take a URL apart; what is None among `options` was not given. Errors show no secrets."""
     shown = mask_url(url)
+    if is_doubtful(url):
+        raise ConfigError(f"Writer {shown!r}: the url has a bare '@' behind a '?'; write them as %40 and %3F")
     try:
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
