@@ -202,7 +202,8 @@ async def test_types_that_differ_in_case_are_claimed_once_each(log: Log) -> None
     async with log.relays(handlers) as group:
         batch = await group.relays["fan-out"].store.claim(20, mode="hold", lease=timedelta(seconds=30))
         await batch.abandon()
-    assert [claim.event.type for claim in batch.claims] == ["deposited", "Deposited"]
+    # In any order: both may have been emitted at one time.
+    assert sorted(claim.event.type for claim in batch.claims) == ["Deposited", "deposited"]
 
 
 @on_servers
