@@ -76,9 +76,9 @@ class ScanTransitions(Transitions):
         return Taken(claims, is_full=is_cut or len(rows) >= min(limit, depth), has_tried=has_tried)
 
     def _fetch(self, db: sa.Connection, params: Mapping[str, Any]) -> Sequence[Any]:
-        if not self._told:
-            return self._find.fetch(db, params)
         limit = params["limit"]
+        if not self._told or limit < 1:
+            return self._find.fetch(db, params)
         rows = self._find.fetch(db, {**params, "limit": limit + 1})
         if len(rows) <= limit:
             return rows

@@ -65,9 +65,7 @@ async def test_copies_of_claims_are_each_settled_with_their_effect(kit: SqlKit, 
 
 
 @pytest.mark.needs("sql")
-async def test_event_that_comes_due_under_load_does_not_wait_for_one_due_much_later(
-    kit: SqlKit, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_event_that_comes_due_under_load_does_not_wait_for_one_due_much_later(kit: SqlKit, store: Store) -> None:
     """A relay that always finds something never asks again when the next event is due."""
     kit.put(event("much later", delay=HOUR))
     assert await store.next_due() is not None

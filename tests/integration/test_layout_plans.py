@@ -297,6 +297,7 @@ async def test_rows_due_at_one_time_go_out_in_the_order_of_their_puts(limit: int
     with filled(tied, ready=1_000, delivered=0, other=0) as tables:
         store, _ = await open_explained(tied, tables["outbox"].schema)
         try:
+            assert (await store.claim(0, mode="lease", lease=timedelta(minutes=5))).claims == []
             batches = [await store.claim(limit, mode="lease", lease=timedelta(minutes=5)) for _ in range(3)]
             moments = [claim.event.created_at for batch in batches for claim in batch.claims]
             assert len(moments) == 3 * limit
